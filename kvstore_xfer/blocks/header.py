@@ -1,0 +1,153 @@
+"""The self-describing header in front of every payload, and the checksum over it.
+
+Layout of a stored block, little-endian:
+
+====== ============================================================
+bytes  content
+====== ============================================================
+8      magic ``KVXBLK01``
+4      length n of the header text
+8      xxh3-64 of the header text
+n      header text: UTF-8 JSON, the fields of `BlockHeader`
+...    zero bytes up to a multiple of 4096
+...    payload: keys ``[L, T, H, Dk]``, then values ``[L, T, H, Dv]``
+====== ============================================================
+
+Everything an index knows can be rebuilt from these bytes. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from kvstore_xfer.blocks.key import BlockKey
+from kvstore_xfer.errors import BlockFormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+MAGIC = b"KVXBLK01"
+ALIGNMENT = 4096
+MAX_HEADER_BYTES = 64 * 1024
+_PREFIX = struct.Struct("<8sIQ")
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where a derived block came from."""
+
+    source_identity: str
+    mapper_digest: str
+
+
+@dataclass(frozen=True)
+class BlockHeader:
+    """Description of one block or record.
+
+    `first_token` is the absolute position of the block's first token, None when it is not
+    certain. `dtype` is torch's name without the prefix. A record has no shape (all zeros).
+    """
+
+    key: str
+    payload_bytes: int
+    tokens: int = 0
+    layers: int = 0
+    heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    dtype: str = "uint8"
+    first_token: int | None = None
+    provenance: Provenance | None = None
+    created: float = field(default_factory=time.time)
+    checksum: str = ""
+
+    @property
+    def block_key(self) -> BlockKey:
+        return BlockKey.parse(self.key)
+
+
+def payload_checksum(payload: Iterable[memoryview]) -> str:
+    """xxh3-128 of the runs in order, as hex."""
+    digest = xxhash.xxh3_128()
+    for run in payload:
+        digest.update(run)
+    return digest.hexdigest()
+
+
+def seal(header: BlockHeader, payload: Iterable[memoryview]) -> BlockHeader:
+    """The header with the checksum of its payload filled in."""
+    return replace(header, checksum=payload_checksum(payload))
+
+
+def encode(header: BlockHeader) -> bytes:
+    """Header bytes, padded so that the payload starts on a 4096-byte boundary."""
+    text = json.dumps(asdict(header), separators=(",", ":"), sort_keys=True).encode()
+    raw = _PREFIX.pack(MAGIC, len(text), xxhash.xxh3_64_intdigest(text)) + text
+    return raw + bytes(-len(raw) % ALIGNMENT)
+
+
+def header_bytes(first: bytes | memoryview) -> int:
+    """Length of the padded header, told by its first 20 bytes.
+
+    Raises BlockFormatError when they are not the start of a block.
+    """
+    return -(-(_PREFIX.size + _text_length(first)) // ALIGNMENT) * ALIGNMENT
+
+
+def decode(raw: bytes | memoryview) -> BlockHeader:
+    """Parse header bytes (padding and payload may follow).
+
+    Raises BlockFormatError on anything but an intact header.
+    """
+    length = _text_length(raw)
+    text = bytes(raw[_PREFIX.size : _PREFIX.size + length])
+    _, _, checksum = _PREFIX.unpack(bytes(raw[: _PREFIX.size]))
+    if len(text) != length or xxhash.xxh3_64_intdigest(text) != checksum:
+        raise BlockFormatError("block header: checksum does not match")
+    try:
+        fields: dict[str, Any] = json.loads(text)
+        provenance = fields.pop("provenance")
+        header = BlockHeader(
+            provenance=None if provenance is None else Provenance(**provenance), **fields
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise BlockFormatError(f"block header: {error}") from None
+    _validate(header)
+    return header
+
+
+def _text_length(raw: bytes | memoryview) -> int:
+    if len(raw) < _PREFIX.size:
+        raise BlockFormatError("block header: truncated")
+    magic, length, _ = _PREFIX.unpack(bytes(raw[: _PREFIX.size]))
+    if magic != MAGIC:
+        raise BlockFormatError("block header: not a block of this format (magic)")
+    if not 0 < length <= MAX_HEADER_BYTES:
+        raise BlockFormatError(f"block header: impossible length {length}")
+    return int(length)
+
+
+def _validate(header: BlockHeader) -> None:
+    counts = (
+        header.payload_bytes,
+        header.tokens,
+        header.layers,
+        header.heads,
+        header.key_dim,
+        header.value_dim,
+    )
+    if not all(type(count) is int and 0 <= count < 1 << 40 for count in counts):
+        raise BlockFormatError("block header: a size is not a sensible number")
+    first = header.first_token
+    if first is not None and (type(first) is not int or first < 0):
+        raise BlockFormatError("block header: first_token is not a position")
+    texts = (header.key, header.dtype, header.checksum)
+    if not all(isinstance(text, str) for text in texts):
+        raise BlockFormatError("block header: a name is not text")
+    BlockKey.parse(header.key)

@@ -1,0 +1,1 @@
+"""Blocks at rest: the store protocol and its implementations, opened by URL."""
