@@ -1,0 +1,1 @@
+"""Rotary position embedding: what a model uses, and taking it off and putting it on again."""
