@@ -1,0 +1,1 @@
+"""Fitting a mapper: text -> both models' caches -> streamed moments -> layers, ridge, maps."""

@@ -1,0 +1,188 @@
+"""From pairs of caches to moments, and from moments to a mapper.
+
+One `Accumulator` holds the moments of keys (RoPE stripped) and values, each on fitted and on
+held-out sequences: every `HELD_OUT_EVERY`-th sequence is held out. Layers, k and ridge are picked
+on the held-out ones; the maps themselves are then solved on all sequences.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvstore_xfer.errors import ConfigError, ModelError
+from kvstore_xfer.fit.moments import Moments
+from kvstore_xfer.fit.select import Choice, Component, choose, rank_layers
+from kvstore_xfer.fit.solve import solve_ridge
+from kvstore_xfer.mapper.maps import LayerMap, Mapper, Method, assign_heads
+from kvstore_xfer.rope.rotate import rope_tables, strip_rope
+
+if TYPE_CHECKING:
+    from kvstore_xfer.blocks.page import KvPage
+    from kvstore_xfer.models.description import ModelDescription
+    from kvstore_xfer.rope.spec import RopeSpec
+
+HELD_OUT_EVERY = 8
+_WEIGHT_DTYPE = torch.float16  # three bits more than bf16; a map's weights are far below 65,504
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """`layers` and `ridge` None mean: pick on held-out sequences."""
+
+    method: Method = Method.HEAD_LOCAL
+    layers: int | None = None
+    ridge: float | None = None
+
+
+class Accumulator:
+    """Streams caches of one ordered pair into moments.
+
+    Raises
+    ------
+    ModelError
+        The two models cannot be a pair: tokenizers differ, or a cache must not be converted.
+    ConfigError
+        More layers asked for than the source has, or the moments would not fit into memory.
+    """
+
+    def __init__(
+        self,
+        source: ModelDescription,
+        target: ModelDescription,
+        options: FitOptions,
+        device: str = "cpu",
+    ) -> None:
+        require_pair(source, target)
+        if options.layers is not None and not 1 <= options.layers <= source.layers:
+            raise ConfigError(
+                f"--layers {options.layers}: {source.name} has {source.layers} layers; "
+                f"give 1 to {source.layers} or 'auto'"
+            )
+        self._source, self._target, self._options = source, target, options
+        self._heads = assign_heads(source.kv_heads, target.kv_heads)
+        groups = target.kv_heads if options.method is Method.HEAD_LOCAL else 1
+        self._widths = tuple(
+            (source_dim * source.kv_heads // spread, target_dim * target.kv_heads // groups)
+            for source_dim, target_dim, spread in (
+                (source.key_dim, target.key_dim, self._spread),
+                (source.value_dim, target.value_dim, self._spread),
+            )
+        )
+        shapes = [(groups, source.layers * x, target.layers * y) for x, y in self._widths]
+        _require_memory(sum(2 * Moments.bytes_needed(*shape) for shape in shapes), device)
+        self.moments = {
+            f"{component}.{split}": Moments.zero(*shape, device=device)
+            for component, shape in zip(("keys", "values"), shapes, strict=True)
+            for split in ("fitted", "held_out")
+        }
+
+    @property
+    def _spread(self) -> int:
+        """In how many parts the source's heads enter: one head at a time, or all together."""
+        return self._source.kv_heads if self._options.method is Method.HEAD_LOCAL else 1
+
+    def add(self, index: int, source: KvPage, target: KvPage) -> None:
+        """Add one sequence: its number, and both models' caches of all its tokens."""
+        split = "held_out" if index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 else "fitted"
+        pairs = {
+            "keys": (_stripped(source, self._source.rope), _stripped(target, self._target.rope)),
+            "values": (source.values, target.values),
+        }
+        for component, (inputs, outputs) in pairs.items():
+            self.moments[f"{component}.{split}"].update(
+                self._inputs(inputs), self._outputs(outputs)
+            )
+
+    def finish(self) -> tuple[Mapper, Choice]:
+        """Choose, solve and assemble the mapper (without a digest: saving gives it one)."""
+        if not self.moments["keys.fitted"].rows or not self.moments["keys.held_out"].rows:
+            raise ConfigError(
+                f"--sequences: a fit needs at least {HELD_OUT_EVERY} sequences (one of them is "
+                "held out); give more text"
+            )
+        components = tuple(
+            Component(self.moments[f"{name}.fitted"], self.moments[f"{name}.held_out"], *widths)
+            for name, widths in zip(("keys", "values"), self._widths, strict=True)
+        )
+        ranking = rank_layers(components, self._source.layers, self._target.layers)
+        choice = choose(
+            components, ranking, layers=self._options.layers, ridge=self._options.ridge
+        )
+        keys, values = (
+            self._solve(component, choice, ridges)
+            for component, ridges in zip(components, choice.ridges, strict=True)
+        )
+        mapper = Mapper(
+            self._options.method, self._source, self._target, self._heads, keys, values
+        )
+        mapper.validate()
+        return mapper, choice
+
+    def _solve(
+        self, component: Component, choice: Choice, ridges: tuple[float, ...]
+    ) -> tuple[LayerMap, ...]:
+        everything = component.fitted
+        everything.merge(component.held_out)
+        heads = self._target.kv_heads
+        maps = []
+        for target, (layers, ridge) in enumerate(zip(choice.layers, ridges, strict=True)):
+            affine = solve_ridge(
+                everything, component.inputs(layers), component.outputs(target), ridge
+            )
+            weight = affine.weight if self._options.method is Method.HEAD_LOCAL else affine.weight[0]
+            maps.append(
+                LayerMap(
+                    layers,
+                    weight.to("cpu", _WEIGHT_DTYPE),
+                    affine.bias.reshape(heads, -1).to("cpu", torch.float32),
+                )
+            )
+        return tuple(maps)
+
+    def _inputs(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``[L_s, T, H_s, d_s]`` -> ``[H_t, T, L_s * d_s]`` or ``[1, T, L_s * H_s * d_s]``."""
+        if self._options.method is Method.HEAD_LOCAL:
+            heads = torch.tensor(self._heads, device=tensor.device)
+            return tensor.index_select(2, heads).permute(2, 1, 0, 3).flatten(2)
+        return tensor.transpose(0, 1).flatten(1)[None]
+
+    def _outputs(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``[L_t, T, H_t, d_t]`` -> ``[H_t, T, L_t * d_t]`` or ``[1, T, L_t * H_t * d_t]``."""
+        if self._options.method is Method.HEAD_LOCAL:
+            return tensor.permute(2, 1, 0, 3).flatten(2)
+        return tensor.transpose(0, 1).flatten(1)[None]
+
+
+def require_pair(source: ModelDescription, target: ModelDescription) -> None:
+    """Raises ModelError unless blocks of `source` may in principle be converted for `target`."""
+    for model in (source, target):
+        if model.refusal is not None:
+            raise ModelError(f"{model.name}: its cache cannot be converted: {model.refusal}")
+    if source.tokenizer_digest != target.tokenizer_digest:
+        raise ModelError(
+            f"{source.name} and {target.name}: tokenizers differ (vocabulary, merges or added "
+            "tokens), so token i is not the same text in both; choose models of one family"
+        )
+
+
+def _stripped(page: KvPage, rope: RopeSpec | None) -> torch.Tensor:
+    if rope is None:
+        raise ModelError("a model without a supported RoPE cannot be fitted")
+    positions = torch.arange(page.keys.shape[1], device=page.keys.device)
+    return strip_rope(page.keys, rope, *rope_tables(rope, positions))
+
+
+def _require_memory(needed: int, device: str) -> None:
+    if device == "cpu":
+        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        available, _ = torch.cuda.mem_get_info(device)
+    if needed > available:
+        raise ConfigError(
+            f"--method: the moments of this pair take {needed / 2**30:.1f} GiB, {device} has "
+            f"{available / 2**30:.1f} GiB free; use head-local or a larger machine"
+        )

@@ -1,0 +1,77 @@
+"""A fit that was interrupted goes on where it was: moments and the number of the next sequence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from kvstore_xfer.errors import ConfigError
+from kvstore_xfer.fit.moments import Moments
+
+if TYPE_CHECKING:
+    import torch
+
+FOLDER = ".fit"
+_FILE = "moments.safetensors"
+_TENSORS = tuple(field.name for field in fields(Moments) if field.name != "rows")
+
+
+def save_checkpoint(
+    out: Path, run: dict[str, str], moments: dict[str, Moments], next_sequence: int
+) -> None:
+    """Replace the checkpoint of the fit that writes to `out`; `run` says what is being fitted."""
+    folder = out / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, torch.Tensor] = {
+        f"{name}/{tensor}": getattr(part, tensor).cpu()
+        for name, part in moments.items()
+        for tensor in _TENSORS
+    }
+    rows = {name: part.rows for name, part in moments.items()}
+    state = {"run": json.dumps(run), "rows": json.dumps(rows), "next": str(next_sequence)}
+    partial = folder / f"{_FILE}.partial"
+    save_file(tensors, partial, metadata=state)
+    partial.replace(folder / _FILE)
+
+
+def load_checkpoint(out: Path, run: dict[str, str], moments: dict[str, Moments]) -> int:
+    """Fill `moments` from the checkpoint and return the next sequence; 0 when there is none.
+
+    Raises ConfigError when the checkpoint belongs to another fit or is damaged.
+    """
+    file = out / FOLDER / _FILE
+    if not file.exists():
+        return 0
+    try:
+        with safe_open(file, "pt") as stored:
+            state = stored.metadata()
+            _require_same_run(file, json.loads(state["run"]), run)
+            rows = json.loads(state["rows"])
+            for name, part in moments.items():
+                part.rows = rows[name]
+                for tensor in _TENSORS:
+                    getattr(part, tensor).copy_(stored.get_tensor(f"{name}/{tensor}"))
+            return int(state["next"])
+    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{file}: damaged checkpoint ({error}); fit without --resume") from None
+
+
+def drop_checkpoint(out: Path) -> None:
+    shutil.rmtree(out / FOLDER, ignore_errors=True)
+
+
+def _require_same_run(file: Path, stored: dict[str, str], run: dict[str, str]) -> None:
+    different = [name for name in run if stored.get(name) != run[name]]
+    if different:
+        raise ConfigError(
+            f"{file}: belongs to another fit ({', '.join(different)} differs); "
+            "fit without --resume or with the same arguments"
+        )
