@@ -1,0 +1,1 @@
+"""The `kvxfer` command: one module per subcommand."""
