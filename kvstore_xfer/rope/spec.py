@@ -152,12 +152,7 @@ def _transformers_table(config: Any, name: str) -> tuple[tuple[float, ...], floa
     """`inv_freq` and attention factor of the model's own rotary module."""
     kind = config.model_type
     modeling = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
-    try:
-        # An engine may have set another default device (cuda, meta) while it loads a model.
-        with torch.device("cpu"):
-            rotary = getattr(modeling, f"{name}RotaryEmbedding")(config)
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-        raise UnsupportedModelError(
-            f"rope parameters of {kind!r}: transformers cannot compute them ({error!r})"
-        ) from None
+    # An engine may have set another default device (cuda, meta) while it loads a model.
+    with torch.device("cpu"):
+        rotary = getattr(modeling, f"{name}RotaryEmbedding")(config)
     return tuple(rotary.inv_freq.to(torch.float32).tolist()), float(rotary.attention_scaling)
