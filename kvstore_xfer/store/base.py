@@ -1,7 +1,7 @@
 """The protocol that every store implements, and what its calls return.
 
 Synchronous, batched and thread-safe. One unreadable block never fails a batch: each item has its
-own result. `StoreError` is raised only when the store as a whole cannot be opened.
+own result. `StoreError` is raised only by opening a store, `scan` and `stats`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,14 @@ class WriteStatus(str, Enum):
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """`destination`: byte runs that together take exactly the payload; None asks for a copy."""
+    """`destination`: byte runs that together take exactly the payload; None asks for a copy.
+
+    `touch` counts the read as a use, which protects the block from eviction.
+    """
 
     key: str
     destination: Sequence[memoryview] | None = None
+    touch: bool = True
 
 
 @dataclass(frozen=True)
@@ -107,14 +111,18 @@ class BlockStore(ABC):
 
     @abstractmethod
     def scan(self, prefix: str = "") -> Iterator[BlockStat]:
-        """All blocks whose key starts with `prefix`, in key order."""
+        """All blocks whose key starts with `prefix`, in key order.
+
+        Raises StoreError when the index cannot be read: an empty answer would be a false one.
+        """
 
     @abstractmethod
-    def stats(self) -> StoreStats: ...
+    def stats(self) -> StoreStats:
+        """Totals of the whole store. Raises StoreError when they cannot be read."""
 
     @abstractmethod
     def close(self) -> None:
-        """Flush and release. Idempotent; using the store afterwards gives ERROR results."""
+        """Flush and release. Idempotent; using the store afterwards gives ERROR or False."""
 
     def __enter__(self) -> Self:
         return self

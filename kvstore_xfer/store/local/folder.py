@@ -1,0 +1,393 @@
+"""What all stores of one process that name the same folder share.
+
+One LMDB handle, one thread pool, one housekeeping thread, and the changes that wait for the next
+write transaction: touches of blocks that were read, and trash rows whose files are gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import lmdb
+
+from kvstore_xfer.errors import BlockFormatError, StoreError
+from kvstore_xfer.store.local.environment import DAMAGE
+from kvstore_xfer.store.local.index import Entry, Index
+from kvstore_xfer.store.local.layout import Layout, parse_name, payload_name
+from kvstore_xfer.store.local.payload import read_header
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from kvstore_xfer.store.local.index import Rows
+
+T = TypeVar("T")
+U = TypeVar("U")
+logger = logging.getLogger(__name__)
+
+FAILURES = (lmdb.Error, OSError)
+_THREADS = 8
+_TICK_SECONDS = 2.0
+_SWEEP_TICKS = 30
+_WALK_BATCH = 1024
+_PROGRESS_SECONDS = 5.0
+
+
+class _Found(NamedTuple):
+    """A payload file met by the walk; `entry` is None when its header is damaged."""
+
+    name: str
+    key: bytes
+    entry: Entry | None
+
+
+class Folder:
+    """One store folder, opened once per process. Raises StoreError when it cannot be used."""
+
+    def __init__(self, root: Path) -> None:
+        self.pid = os.getpid()
+        self.layout = Layout(root)
+        self.layout.prepare()
+        self.writer = threading.RLock()
+        self._damaged = False
+        self._pending_lock = threading.Lock()
+        self._touched: dict[str, int] = {}
+        self._unlinked: list[str] = []
+        self._index = self._open_index()
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvxfer-store")
+        self._stop = threading.Event()
+        try:
+            if self._index.walked() is None:
+                self.walk()
+            self.sweep_temporaries()
+        except FAILURES as error:
+            self._abort()
+            raise self._unusable(error) from None
+        self._keeper = threading.Thread(target=self._keep_house, name="kvxfer-keeper", daemon=True)
+        self._keeper.start()
+
+    def query(self, work: Callable[[Index], T]) -> T:
+        """Run a read of the index."""
+        try:
+            return work(self._index)
+        except DAMAGE:
+            self._damaged = True
+            raise
+
+    def update(self, work: Callable[[Rows], T]) -> T:
+        """Run `work` in one write transaction, after the changes that were waiting for one.
+
+        `work` may run twice.
+        """
+        with self.writer:
+            while True:
+                with self.layout.locked(exclusive=False):
+                    if self._index.environment.current and not self._damaged:
+                        return self._settle_and(work)
+                self._reopen_index()
+
+    def map(self, work: Callable[[T], U], items: list[T]) -> list[U]:
+        """`work` for each item, several at once."""
+        if len(items) < 2:
+            return [work(item) for item in items]
+        try:
+            return list(self._pool.map(work, items))
+        except RuntimeError as error:  # the pool was shut down by another thread
+            raise StoreError(f"store {self.layout.root}: closed") from error
+
+    def touch(self, keys: Iterable[str]) -> None:
+        """Remember a use; it reaches the index with the next write transaction."""
+        now = time.time_ns()
+        with self._pending_lock:
+            for position, key in enumerate(keys):
+                self._touched[key] = now + position
+
+    def unlink(self, names: Iterable[str]) -> None:
+        """Remove files whose rows are in the trash; one that resists stays there and counts."""
+        gone = [name for name in names if self._remove_file(name)]
+        with self._pending_lock:
+            self._unlinked += gone
+
+    def evict(self, needed: int) -> int:
+        """Remove least recently used blocks of `needed` bytes; how many there were."""
+        names = self.update(lambda rows: rows.evict(needed))
+        self.unlink(names)
+        return len(names)
+
+    def used_bytes(self) -> int:
+        """Bytes of all files that are still there."""
+        _, totals = self.query(lambda index: index.totals())
+        with self._pending_lock:
+            gone = len(self._unlinked)
+        if not gone:
+            return totals.used
+        return self.update(lambda rows: rows.totals.used)
+
+    def walk(self) -> None:
+        """Bring into the index every intact block that it does not know."""
+        boot = _boot_id()
+        started = reported = time.monotonic()
+        count = 0
+        batch: list[str] = []
+        for share, names in self.layout.payloads():
+            batch += names
+            count += len(names)
+            if len(batch) >= _WALK_BATCH:
+                self._adopt(batch)
+                batch = []
+            if time.monotonic() - reported > _PROGRESS_SECONDS:
+                reported = time.monotonic()
+                logger.info(
+                    "store %s: indexing, %.0f %%, %d blocks", self.layout.root, 100 * share, count
+                )
+        self._adopt(batch)
+        self.update(lambda rows: rows.set_walked(boot))
+        if count:
+            seconds = time.monotonic() - started
+            logger.info("store %s: indexed %d blocks in %.1f s", self.layout.root, count, seconds)
+
+    def sweep_temporaries(self) -> None:
+        """Remove what dead writers left, final names without an index entry included."""
+        for path, descriptor in self.layout.abandoned():
+            if parse_name(path.name) is None:
+                continue
+            if os.fstat(descriptor).st_nlink > 1:
+                self._unpublish(path.name, descriptor)
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._keeper.join()
+        self._pool.shutdown()
+        try:
+            self.update(lambda rows: None)
+        except FAILURES as error:
+            logger.debug("store %s: last touches lost: %s", self.layout.root, error)
+        self._index.close()
+
+    def before_fork(self) -> None:
+        self.writer.acquire()
+        self._index.environment.gate.close()
+
+    def after_fork_in_parent(self) -> None:
+        self._index.environment.gate.open()
+        self.writer.release()
+
+    def after_fork_in_child(self) -> None:
+        self._index.environment.close_after_fork()
+
+    def _settle_and(self, work: Callable[[Rows], T]) -> T:
+        with self._pending_lock:
+            touched, self._touched = self._touched, {}
+            unlinked, self._unlinked = self._unlinked, []
+
+        def settled(rows: Rows) -> T:
+            for key, stamp in touched.items():
+                rows.touch(key.encode(), stamp)
+            for name in unlinked:
+                rows.forget(name)
+            return work(rows)
+
+        try:
+            return self._index.update(settled)
+        except BaseException as error:
+            with self._pending_lock:
+                self._unlinked = unlinked + self._unlinked
+            self._damaged = self._damaged or isinstance(error, DAMAGE)
+            raise
+
+    def _remove_file(self, name: str) -> bool:
+        try:
+            self.layout.payload(name).unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("store %s: cannot remove %s: %s", self.layout.root, name, error)
+            return False
+        return True
+
+    def _open_index(self) -> Index:
+        """Open the index, or start an empty one where it is lost or damaged."""
+        with self.layout.locked(exclusive=True):
+            try:
+                self.layout.index.mkdir(exist_ok=True)
+                return Index(self.layout.index)
+            except DAMAGE as error:
+                logger.warning("store %s: index rebuilt: %s", self.layout.root, error)
+                shutil.rmtree(self.layout.index)
+                self.layout.index.mkdir()
+                return Index(self.layout.index)
+            except FAILURES as error:
+                raise self._unusable(error) from None
+
+    def _reopen_index(self) -> None:
+        """After the index was replaced by another process, or found damaged by this one."""
+        found_damaged_here = self._damaged and self._index.environment.current
+        self._index.close()
+        if found_damaged_here:
+            with self.layout.locked(exclusive=True):
+                shutil.rmtree(self.layout.index, ignore_errors=True)
+        self._index = self._open_index()
+        self._damaged = False
+
+    def _adopt(self, names: list[str]) -> None:
+        found = self.map(self._inspect, names)
+
+        def work(rows: Rows) -> list[str]:
+            return [name for item in found if (name := self._adopt_one(rows, item))]
+
+        self.unlink(self.update(work))
+
+    def _inspect(self, name: str) -> _Found:
+        digest_and_generation = parse_name(name)
+        generation = digest_and_generation[1] if digest_and_generation else 0
+        try:
+            descriptor = os.open(self.layout.payload(name), os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError:
+            return _Found(name, b"", None)
+        try:
+            header, length = read_header(descriptor)
+            stamp = os.fstat(descriptor).st_mtime_ns
+        except (BlockFormatError, OSError):
+            return _Found(name, b"", None)
+        finally:
+            os.close(descriptor)
+        key = header.key.encode()
+        if payload_name(key, generation) != name:
+            return _Found(name, b"", None)
+        return _Found(
+            name, key, Entry(generation, length, header.payload_bytes, header.created, stamp)
+        )
+
+    def _adopt_one(self, rows: Rows, found: _Found) -> str | None:
+        """The name of a file that has to go: damaged, or older than another of its key."""
+        if rows.in_trash(found.name) or not self.layout.payload(found.name).exists():
+            return None
+        if found.entry is None:
+            return found.name
+        known = rows.get(found.key)
+        if known is None or known.generation < found.entry.generation:
+            return rows.put(found.key, found.entry)
+        return None if known.generation == found.entry.generation else found.name
+
+    def _unpublish(self, name: str, descriptor: int) -> None:
+        try:
+            key = read_header(descriptor)[0].key.encode()
+        except BlockFormatError:
+            return
+
+        def work(rows: Rows) -> None:
+            entry = rows.get(key)
+            committed = entry is not None and payload_name(key, entry.generation) == name
+            if not committed and not rows.in_trash(name):
+                self.layout.payload(name).unlink(missing_ok=True)
+
+        self.update(work)
+
+    def _keep_house(self) -> None:
+        ticks = 0
+        while not self._stop.wait(_TICK_SECONDS):
+            try:
+                self._tick(sweep=ticks % _SWEEP_TICKS == 0)
+            except FAILURES as error:
+                logger.debug("store %s: housekeeping: %s", self.layout.root, error)
+            ticks += 1
+
+    def _tick(self, *, sweep: bool) -> None:
+        self.unlink(self.query(lambda index: index.trash()))
+        if self._touched or self._unlinked or self._damaged or not self._index.environment.current:
+            self.update(lambda rows: None)
+        if self.query(lambda index: index.walked()) != _boot_id():
+            self.walk()
+        if sweep:
+            self.query(lambda index: index.environment.clear_stale_readers())
+            self.sweep_temporaries()
+
+    def _unusable(self, error: Exception) -> StoreError:
+        if isinstance(error, OSError):
+            return self.layout.unusable(error)
+        return StoreError(
+            f"store {self.layout.root}: index: {error}; remove {self.layout.index} to rebuild it"
+        )
+
+    def _abort(self) -> None:
+        self._pool.shutdown()
+        self._index.close()
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "unknown"
+
+
+_opened: dict[tuple[int, int], tuple[Folder, int]] = {}
+_opened_lock = threading.Lock()
+
+
+def acquire(root: Path) -> Folder:
+    """The process's folder at `root`, opened at first use; give it back with `release`."""
+    with _opened_lock:
+        identity = _identity(root)
+        known = _opened.get(identity) if identity else None
+        if known is None:
+            folder, users = Folder(root), 0
+        else:
+            folder, users = known
+        identity = _identity(root)
+        if identity is None:
+            raise StoreError(f"store {root}: the folder has vanished; create it again")
+        _opened[identity] = (folder, users + 1)
+        return folder
+
+
+def release(folder: Folder) -> None:
+    with _opened_lock:
+        for identity, (known, users) in list(_opened.items()):
+            if known is not folder:
+                continue
+            if users > 1:
+                _opened[identity] = (known, users - 1)
+            else:
+                del _opened[identity]
+                known.close()
+
+
+def _identity(root: Path) -> tuple[int, int] | None:
+    try:
+        status = os.stat(root)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _before_fork() -> None:
+    _opened_lock.acquire()
+    for folder, _ in _opened.values():
+        folder.before_fork()
+
+
+def _after_fork_in_parent() -> None:
+    for folder, _ in _opened.values():
+        folder.after_fork_in_parent()
+    _opened_lock.release()
+
+
+def _after_fork_in_child() -> None:
+    for folder, _ in _opened.values():
+        folder.after_fork_in_child()
+    _opened.clear()
+    _opened_lock.release()
+
+
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_after_fork_in_parent,
+    after_in_child=_after_fork_in_child,
+)

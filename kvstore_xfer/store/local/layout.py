@@ -1,0 +1,185 @@
+"""Names inside the folder of a local store, and the locks that several processes agree on.
+
+====================== =============================================================
+path                   content
+====================== =============================================================
+``format``             one line with the format version
+``lock``               empty; flock: shared while publishing, exclusive to change the index
+``index/``             the LMDB environment
+``blocks/ab/cd/NAME``  one block; NAME is ``<sha256 of the key>.<generation>``
+``tmp/NAME``           a block on its way in; its writer holds a flock on it
+====================== =============================================================
+
+A payload file never changes once it has its name: overwriting makes a new generation. Names are
+made of digests and numbers only, so no key can lead out of the folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from kvstore_xfer.errors import StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+FORMAT = "kvstore_xfer local store, format 1"
+_NAME = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{16})")
+_OWN = frozenset({"format", "lock", "lost+found"})
+_REMEDIES = {
+    errno.EROFS: "mount it read-write or choose another folder",
+    errno.EACCES: "make it writable for this user or choose another folder",
+    errno.EPERM: "make it writable for this user or choose another folder",
+    errno.ENOSPC: "free some space or choose another disk",
+    errno.EDQUOT: "raise the quota or choose another disk",
+    errno.ENOTDIR: "name a folder",
+    errno.EEXIST: "name a folder",
+}
+
+
+def payload_name(key: bytes, generation: int) -> str:
+    return f"{hashlib.sha256(key).hexdigest()}.{generation:016x}"
+
+
+def parse_name(name: str) -> tuple[str, int] | None:
+    """Digest of the key and generation, None for a name that is not ours."""
+    match = _NAME.fullmatch(name)
+    return None if match is None else (match[1], int(match[2], 16))
+
+
+def new_generation() -> int:
+    """Unique among all writers of a key, and later ones are larger."""
+    return time.time_ns() & ~0xFFFF | secrets.randbelow(1 << 16)
+
+
+class Layout:
+    """Paths of one store folder. Raises StoreError where the folder cannot be used."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.blocks = root / "blocks"
+        self.temporary = root / "tmp"
+        self.index = root / "index"
+        self._format = root / "format"
+        self._lock = root / "lock"
+
+    def prepare(self) -> None:
+        """Create what is missing and prove that the folder can be written."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            with self.locked(exclusive=True):
+                self._check_format()
+                for folder in (self.blocks, self.temporary, self.index):
+                    folder.mkdir(exist_ok=True)
+            path, descriptor = self.create_temporary(payload_name(b"", new_generation()))
+            os.close(descriptor)
+            path.unlink()
+        except OSError as error:
+            raise self.unusable(error) from None
+
+    def unusable(self, error: OSError) -> StoreError:
+        if isinstance(error, StoreError):
+            return error
+        remedy = _REMEDIES.get(error.errno or 0, "check the disk or choose another folder")
+        return StoreError(f"store {self.root}: {error.strerror or error}; {remedy}")
+
+    def _check_format(self) -> None:
+        try:
+            found = self._format.read_text(encoding="utf-8", errors="replace").strip()
+        except FileNotFoundError:
+            self._write_format()
+            return
+        if found != FORMAT:
+            raise StoreError(
+                f"store {self.root}: unknown format {found[:60]!r}, this version reads {FORMAT!r}; "
+                "use the version that made it or an empty folder"
+            )
+
+    def _write_format(self) -> None:
+        foreign = sorted(set(os.listdir(self.root)) - _OWN - {"format.new"})
+        if foreign:
+            raise StoreError(
+                f"store {self.root}: the folder holds other files ({foreign[0]}) and no store "
+                "format; choose an empty folder"
+            )
+        fresh = self.root / "format.new"
+        fresh.write_text(FORMAT + "\n", encoding="utf-8")
+        fresh.rename(self._format)
+
+    @contextmanager
+    def locked(self, *, exclusive: bool) -> Iterator[None]:
+        """Hold the folder's lock; the kernel releases it when the process dies."""
+        descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+            yield
+        finally:
+            # Unlock by name: a child forked in between holds a copy of the descriptor.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+    def payload(self, name: str) -> Path:
+        return self.blocks / name[:2] / name[2:4] / name
+
+    def publish(self, temporary: Path, name: str) -> None:
+        """Give a finished temporary file its final name as well.
+
+        The temporary name stays until the index entry is committed: a name in ``tmp/`` whose
+        writer is dead tells what a crash left unfinished.
+        """
+        final = self.payload(name)
+        try:
+            os.link(temporary, final)
+        except FileNotFoundError:
+            final.parent.mkdir(parents=True, exist_ok=True)
+            os.link(temporary, final)
+        except FileExistsError:
+            if not os.path.samefile(temporary, final):  # else: the transaction ran again
+                raise
+
+    def create_temporary(self, name: str) -> tuple[Path, int]:
+        """A new file that no sweep removes while its descriptor is open."""
+        path = self.temporary / name
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.fstat(descriptor).st_nlink:
+                return path, descriptor
+            os.close(descriptor)  # a sweep saw it between the open and the lock
+
+    def abandoned(self) -> Iterator[tuple[Path, int]]:
+        """Temporary files whose writer is dead, each with an open, locked descriptor."""
+        for entry in list(os.scandir(self.temporary)):
+            try:
+                descriptor = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            except OSError:
+                continue
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                yield self.temporary / entry.name, descriptor
+            except BlockingIOError:
+                continue
+            finally:
+                os.close(descriptor)
+
+    def payloads(self) -> Iterator[tuple[float, list[str]]]:
+        """All payload names, one inner folder at a time, with the share of the walk done."""
+        outer = sorted(entry.name for entry in os.scandir(self.blocks))
+        for done, first in enumerate(outer):
+            inner = sorted(entry.name for entry in os.scandir(self.blocks / first))
+            for second in inner:
+                names = os.listdir(self.blocks / first / second)
+                yield done / len(outer), [name for name in names if parse_name(name)]
+
+    def free_bytes(self) -> int:
+        usage = os.statvfs(self.root)
+        return usage.f_bavail * usage.f_frsize

@@ -1,0 +1,90 @@
+"""Bytes between memory runs and files, without an intermediate copy."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from kvstore_xfer.blocks.header import decode, header_bytes
+from kvstore_xfer.errors import BlockFormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from kvstore_xfer.blocks.header import BlockHeader
+
+# One system call moves at most this much: what arrived is hashed while it is still in the cache.
+READ_STEP = 1 << 20
+WRITE_STEP = 8 << 20
+_IOV_MAX = os.sysconf("SC_IOV_MAX")
+_PROBE_BYTES = 4096
+
+
+def byte_runs(runs: Iterable[memoryview]) -> list[memoryview]:
+    """The non-empty runs as flat bytes. Raises TypeError when one is not contiguous."""
+    return [memoryview(run).cast("B") for run in runs if memoryview(run).nbytes]
+
+
+def fill(descriptor: int, runs: Sequence[memoryview], offset: int = 0) -> Iterator[memoryview]:
+    """Read a file into `runs`, yielding each part once it is there.
+
+    Raises EOFError when the file ends early.
+    """
+    for batch in _batches(runs, READ_STEP):
+        offset = _transfer(os.preadv, descriptor, batch, offset)
+        yield from batch
+
+
+def gather(descriptor: int, runs: Sequence[memoryview], offset: int = 0) -> None:
+    """Write `runs` one after the other."""
+    for batch in _batches(runs, WRITE_STEP):
+        offset = _transfer(os.pwritev, descriptor, batch, offset)
+
+
+def read_header(descriptor: int) -> tuple[BlockHeader, int]:
+    """Header and its padded length, without touching the payload.
+
+    Raises BlockFormatError when the file does not start with an intact header.
+    """
+    first = os.pread(descriptor, _PROBE_BYTES, 0)
+    length = header_bytes(first)
+    header = decode(first if length <= len(first) else os.pread(descriptor, length, 0))
+    if os.fstat(descriptor).st_size != length + header.payload_bytes:
+        raise BlockFormatError("block: the file does not have the length its header states")
+    return header, length
+
+
+def _batches(runs: Sequence[memoryview], step: int) -> Iterator[list[memoryview]]:
+    batch: list[memoryview] = []
+    room = step
+    for run in runs:
+        start = 0
+        while start < len(run):
+            part = run[start : start + room]
+            batch.append(part)
+            start += len(part)
+            room -= len(part)
+            if not room or len(batch) == _IOV_MAX:
+                yield batch
+                batch, room = [], step
+    if batch:
+        yield batch
+
+
+def _transfer(
+    call: Callable[[int, list[memoryview], int], int],
+    descriptor: int,
+    batch: list[memoryview],
+    offset: int,
+) -> int:
+    pending = list(batch)
+    while pending:
+        moved = call(descriptor, pending, offset)
+        if not moved:
+            raise EOFError
+        offset += moved
+        while pending and moved >= len(pending[0]):
+            moved -= len(pending.pop(0))
+        if moved:
+            pending[0] = pending[0][moved:]
+    return offset

@@ -1,0 +1,260 @@
+"""Blocks from the callers' memory into files: make room, stage, publish.
+
+A block becomes visible with the commit of its index entry. Before that its complete file lies
+under a temporary name, so nobody ever sees half a block.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import lmdb
+
+from kvstore_xfer.blocks.header import decode, encode, payload_checksum, seal
+from kvstore_xfer.errors import BlockFormatError
+from kvstore_xfer.store.base import WriteStatus
+from kvstore_xfer.store.local.folder import FAILURES
+from kvstore_xfer.store.local.index import Entry
+from kvstore_xfer.store.local.layout import new_generation, payload_name
+from kvstore_xfer.store.local.payload import byte_runs, gather
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from kvstore_xfer.blocks.header import BlockHeader
+    from kvstore_xfer.store.base import WriteRequest
+    from kvstore_xfer.store.local.folder import Folder
+    from kvstore_xfer.store.local.index import Rows
+
+_GROUP_BYTES = 256 << 20
+_GROUP_ITEMS = 64
+_ATTEMPTS = 4
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_NO_CHECKSUM = payload_checksum(())
+
+
+class _Plan(NamedTuple):
+    """A write that passed validation. `size` counts the header."""
+
+    position: int
+    key: bytes
+    header: BlockHeader
+    runs: list[memoryview]
+    size: int
+
+
+class _Staged(NamedTuple):
+    """A complete temporary file; its open descriptor keeps it from the sweep."""
+
+    plan: _Plan
+    path: Path
+    descriptor: int
+    entry: Entry
+
+
+class Writer:
+    """One batch of writes. `statuses` holds what is known so far, ERROR where nothing is."""
+
+    def __init__(
+        self, folder: Folder, *, max_bytes: int, min_free_bytes: int, overwrite: bool
+    ) -> None:
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._min_free_bytes = min_free_bytes
+        self._overwrite = overwrite
+        self.statuses: list[WriteStatus] = []
+
+    def run(self, requests: Sequence[WriteRequest]) -> None:
+        """Fills in `statuses`. Raises OSError and lmdb.Error."""
+        self.statuses = [WriteStatus.ERROR] * len(requests)
+        plans = [_plan(position, request) for position, request in enumerate(requests)]
+        group_bytes = min(_GROUP_BYTES, self._max_bytes // 2)
+        for group in _groups([plan for plan in plans if plan], group_bytes):
+            self._write_group(group)
+
+    def _write_group(self, group: list[_Plan]) -> None:
+        plans = group if self._overwrite else self._absent(group)
+        if self._make_room(sum(plan.size for plan in plans)):
+            self._stage_and_publish(plans)
+        elif len(plans) > 1:
+            for plan in plans:
+                self._write_group([plan])
+        else:
+            self._set(plans, WriteStatus.FULL)
+
+    def _absent(self, group: list[_Plan]) -> list[_Plan]:
+        keys = [plan.header.key for plan in group]
+        entries = self._folder.query(lambda index: index.entries(keys))
+        absent = []
+        for plan, entry in zip(group, entries, strict=True):
+            if entry is not None and _has_file(self._folder, plan.key, entry):
+                self._set([plan], WriteStatus.EXISTS)
+            else:
+                absent.append(plan)
+        return absent
+
+    def _stage_and_publish(self, plans: list[_Plan]) -> None:
+        staged: list[_Staged] = []
+        outcomes = self._folder.map(lambda plan: _stage(self._folder, plan), plans)
+        for plan, outcome in zip(plans, outcomes, strict=True):
+            if isinstance(outcome, WriteStatus):
+                self._set([plan], outcome)
+            else:
+                staged.append(outcome)
+        try:
+            self._publish(staged)
+        finally:
+            for item in staged:
+                with suppress(OSError):  # the next sweep tries again
+                    item.path.unlink(missing_ok=True)
+                os.close(item.descriptor)
+
+    def _publish(self, staged: list[_Staged]) -> None:
+        for _ in range(_ATTEMPTS):
+            if not staged:
+                return
+            batch = _Publication(self._folder, staged, self._max_bytes, overwrite=self._overwrite)
+            try:
+                replaced = self._folder.update(batch.run)
+            except FAILURES as error:
+                batch.undo()
+                self._set([item.plan for item in staged], _failure(error))
+                return
+            self._folder.unlink(replaced)
+            self._set([item.plan for item in batch.stored], WriteStatus.STORED)
+            self._set([item.plan for item in batch.present], WriteStatus.EXISTS)
+            staged = batch.left_over  # other writers took the room meanwhile
+            if not self._make_room(sum(item.entry.size for item in staged)):
+                break
+        self._set([item.plan for item in staged], WriteStatus.FULL)
+
+    def _make_room(self, incoming: int) -> bool:
+        """Evict until `incoming` bytes fit under the cap and above the free-space floor."""
+        if not incoming:
+            return True
+        for _ in range(_ATTEMPTS):
+            used = self._folder.used_bytes()
+            short = self._shortfall(used, incoming)
+            if short <= 0:
+                return True
+            if short > used:
+                return False  # not even an empty store would do
+            # At least a small share of the store: not every write then pays for an eviction.
+            if not self._folder.evict(max(short, used // 128)):
+                return False
+        return self._shortfall(self._folder.used_bytes(), incoming) <= 0
+
+    def _shortfall(self, used: int, incoming: int) -> int:
+        over_cap = used + incoming - self._max_bytes
+        below_floor = self._min_free_bytes + incoming - self._folder.layout.free_bytes()
+        return max(over_cap, below_floor)
+
+    def _set(self, plans: list[_Plan], status: WriteStatus) -> None:
+        for plan in plans:
+            self.statuses[plan.position] = status
+
+
+class _Publication:
+    """One transaction that makes staged files visible. `run` may be called twice."""
+
+    def __init__(
+        self, folder: Folder, staged: list[_Staged], max_bytes: int, *, overwrite: bool
+    ) -> None:
+        self._folder = folder
+        self._staged = staged
+        self._max_bytes = max_bytes
+        self._overwrite = overwrite
+        self.stored: list[_Staged] = []
+        self.present: list[_Staged] = []
+        self.left_over: list[_Staged] = []
+
+    def run(self, rows: Rows) -> list[str]:
+        """Names of the payloads that were replaced."""
+        self.stored, self.present, self.left_over = [], [], []
+        replaced = [self._publish_one(rows, item) for item in self._staged]
+        return [name for name in replaced if name]
+
+    def undo(self) -> None:
+        """Take the final names back after a failed commit."""
+        for item in self.stored:
+            self._folder.layout.payload(item.path.name).unlink(missing_ok=True)
+
+    def _publish_one(self, rows: Rows, item: _Staged) -> str | None:
+        present = rows.get(item.plan.key)
+        if present and not self._overwrite and _has_file(self._folder, item.plan.key, present):
+            self.present.append(item)
+            return None
+        if rows.totals.used + item.entry.size > self._max_bytes:
+            self.left_over.append(item)
+            return None
+        self._folder.layout.publish(item.path, item.path.name)
+        self.stored.append(item)
+        return rows.put(item.plan.key, item.entry)
+
+
+def _plan(position: int, request: WriteRequest) -> _Plan | None:
+    """None when the request is not a writable block."""
+    try:
+        header = replace(request.header, checksum=_NO_CHECKSUM)
+        runs = byte_runs(request.payload)
+        raw = encode(header)
+        decode(raw)  # a reader must be able to do it
+    except (BlockFormatError, TypeError, ValueError):
+        return None
+    if sum(map(len, runs)) != header.payload_bytes:
+        return None
+    return _Plan(position, header.key.encode(), header, runs, len(raw) + header.payload_bytes)
+
+
+def _groups(plans: list[_Plan], group_bytes: int) -> Iterator[list[_Plan]]:
+    """Runs of plans that are staged together, so that what is in flight stays bounded."""
+    group: list[_Plan] = []
+    size = 0
+    for plan in plans:
+        if group and (size + plan.size > group_bytes or len(group) == _GROUP_ITEMS):
+            yield group
+            group, size = [], 0
+        group.append(plan)
+        size += plan.size
+    if group:
+        yield group
+
+
+def _stage(folder: Folder, plan: _Plan) -> _Staged | WriteStatus:
+    generation = new_generation()
+    name = payload_name(plan.key, generation)
+    try:
+        path, descriptor = folder.layout.create_temporary(name)
+    except OSError as error:
+        return _failure(error)
+    try:
+        raw = encode(seal(plan.header, plan.runs))
+        gather(descriptor, [memoryview(raw), *plan.runs])
+    except (OSError, EOFError) as error:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+        return _failure(error)
+    entry = Entry(
+        generation, len(raw), plan.header.payload_bytes, plan.header.created, time.time_ns()
+    )
+    return _Staged(plan, path, descriptor, entry)
+
+
+def _has_file(folder: Folder, key: bytes, entry: Entry) -> bool:
+    """Whether the file of an entry is there in its full length."""
+    try:
+        size = os.stat(folder.layout.payload(payload_name(key, entry.generation))).st_size
+    except OSError:
+        return False
+    return size == entry.size
+
+
+def _failure(error: Exception) -> WriteStatus:
+    no_room = isinstance(error, lmdb.DiskError) or getattr(error, "errno", None) in _NO_ROOM
+    return WriteStatus.FULL if no_room else WriteStatus.ERROR
