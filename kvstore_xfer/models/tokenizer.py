@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+# What other kinds of tokenizers keep their vocabulary in.
+_VOCABULARY_FILES = ("vocab*", "*.model", "*.tiktoken", "*.spm", "tekken.json")
+
+
 def tokenizer_digest(folder: Path) -> str:
     """Hex digest of the tokenizer in a model folder.
 
@@ -61,12 +65,16 @@ def _merge(pair: Any) -> list[str]:
 def _from_transformers(folder: Path) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
+    # Some versions of transformers make an empty tokenizer of an empty folder, and two models
+    # without a tokenizer would look like siblings.
+    if not any(file for pattern in _VOCABULARY_FILES for file in folder.glob(pattern)):
+        raise ModelError(f"{folder}: no tokenizer; add the model's tokenizer.json")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001 - whatever a tokenizer library raises
         cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
-            f"{folder}: no tokenizer ({cause}); add the model's tokenizer.json"
+            f"{folder}: the tokenizer cannot be read ({cause}); add the model's tokenizer.json"
         ) from None
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:

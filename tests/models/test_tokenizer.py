@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from kvstore_xfer.errors import ModelError
 from kvstore_xfer.models.tokenizer import tokenizer_digest
 
 
@@ -130,3 +131,11 @@ def test_a_tokenizer_of_another_kind_is_read_through_transformers(tmp_path, toke
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "config.json").write_text('{"model_type": "gpt2"}')
     assert tokenizer_digest(folder) == digest_of(tmp_path, tokenizer_json)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_told_in_one_line(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer.model").write_bytes(b"nonsense")
+    with pytest.raises(ModelError, match=r"cannot be read \(.*\); add the model's") as told:
+        tokenizer_digest(tmp_path)
+    assert "\n" not in str(told.value)
