@@ -1,0 +1,113 @@
+"""`kvxfer fit`: the mapper of one ordered pair, from two models and a text."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvstore_xfer.cli.common import (
+    add_model_options,
+    auto_or_int,
+    auto_or_ridge,
+    positive_int,
+    progress,
+    torch_device,
+    torch_dtype,
+)
+from kvstore_xfer.errors import ConfigError
+from kvstore_xfer.fit.accumulate import FitOptions, require_pair
+from kvstore_xfer.fit.run import Side, fit
+from kvstore_xfer.fit.text import cut_sequences
+from kvstore_xfer.mapper.artifact import MANIFEST_FILE
+from kvstore_xfer.mapper.maps import Method
+from kvstore_xfer.models.description import describe
+from kvxfer_transformers.model import load_model
+
+if TYPE_CHECKING:
+    from kvstore_xfer.mapper.artifact import Artifact
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "fit",
+        help="fit the mapper of one ordered pair from two models and a text",
+        description="Fit a mapper that turns blocks of SOURCE into blocks of TARGET.",
+    )
+    parser.add_argument("--source", required=True, help="model folder or hub id to read from")
+    parser.add_argument("--target", required=True, help="model folder or hub id to write for")
+    parser.add_argument("--text", required=True, type=Path, help=".txt, .jsonl or .parquet file")
+    parser.add_argument("--out", required=True, type=Path, help="mapper folder to write")
+    parser.add_argument("--method", choices=[m.value for m in Method], default="head-local")
+    parser.add_argument("--layers", type=auto_or_int, default=None, metavar="N|auto")
+    parser.add_argument("--ridge", type=auto_or_ridge, default=None, metavar="R|auto")
+    parser.add_argument(
+        "--sequences", type=positive_int, default=500, help="at most this many (default: 500)"
+    )
+    parser.add_argument(
+        "--sequence-tokens", type=positive_int, default=1024, help="tokens each (default: 1024)"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on after the checkpoint of an interrupted fit"
+    )
+    parser.add_argument("--json", action="store_true", help="print the manifest's facts as JSON")
+    add_model_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    _require_writable(options.out)
+    require_pair(describe(options.source), describe(options.target))
+    device = torch_device(options.device)
+    target = load_model(options.target, dtype=torch_dtype(options.dtype), device=device)
+    source = load_model(options.source, dtype=target.dtype, device=device)
+    sequences = cut_sequences(
+        options.text, source.tokenize, tokens=options.sequence_tokens, count=options.sequences
+    )
+    with progress("fitting") as update:
+        artifact = fit(
+            Side(source.description, source.capture),
+            Side(target.description, target.capture),
+            sequences,
+            options.out,
+            FitOptions(Method(options.method), options.layers, options.ridge),
+            resume=options.resume,
+            device=device,
+            progress=update,
+        )
+    sys.stdout.write(_as_json(artifact) if options.json else _as_text(artifact, options.out))
+    return 0
+
+
+def _require_writable(out: Path) -> None:
+    """Before the models are loaded: the last step of a long fit must not be the one that fails."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe = out / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"--out {out}: {error.strerror}; give a folder that can be written"
+        ) from None
+
+
+def _as_json(artifact: Artifact) -> str:
+    facts = {"mapper_digest": artifact.mapper.digest, "method": artifact.mapper.method.value}
+    facts |= {"parameters": artifact.mapper.parameters, **artifact.fit}
+    return json.dumps(facts, indent=2) + "\n"
+
+
+def _as_text(artifact: Artifact, out: Path) -> str:
+    fitted, mapper = artifact.fit, artifact.mapper
+    scores = {name: sum(row) / len(row) for name, row in fitted["held_out_r2"].items()}
+    return (
+        f"{out / MANIFEST_FILE}\n"
+        f"  {mapper.source.name} -> {mapper.target.name}, {mapper.method.value}, "
+        f"k = {fitted['k']}, {mapper.parameters:,} parameters\n"
+        f"  held-out R^2: keys {scores['keys']:.3f}, values {scores['values']:.3f}\n"
+        f"  next: kvxfer check {out} --text HELD_OUT_FILE\n"
+    )

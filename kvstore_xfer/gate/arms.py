@@ -1,0 +1,156 @@
+"""The arms of a check: what the target says after a prefix, by where its cache came from.
+
+======== ==============================================================
+arm      cache of the prefix
+======== ==============================================================
+native   the target's own
+identity the target's own, written to a store and read back
+mapped   converted from the source's cache of the same prefix
+wrong    converted from the source's cache of another document's prefix
+none     no prefix at all
+source   the source model answers by itself, from its own cache
+======== ==============================================================
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from kvstore_xfer.blocks.header import BlockHeader
+from kvstore_xfer.blocks.key import NATIVE, BlockKey
+from kvstore_xfer.blocks.page import KvPage
+from kvstore_xfer.errors import StoreError
+from kvstore_xfer.gate.score import PassageScore, score_passage
+from kvstore_xfer.store.base import ReadRequest, ReadStatus, WriteRequest, WriteStatus
+from kvstore_xfer.store.url import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvstore_xfer.fit.text import TokenSequence
+    from kvstore_xfer.mapper.convert import Converter
+    from kvstore_xfer.models.description import ModelDescription
+    from kvstore_xfer.store.base import BlockStore
+
+ARMS = ("native", "identity", "mapped", "wrong", "none", "source")
+
+
+class Runner(Protocol):
+    """A model that can be asked for its cache, and for its logits after a given cache."""
+
+    @property
+    def description(self) -> ModelDescription: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def capture(self, tokens: Sequence[int]) -> KvPage: ...
+
+    def read_after(self, page: KvPage | None, tokens: Sequence[int]) -> torch.Tensor:
+        """Logits ``[T, vocab]`` of `tokens` read after the tokens whose cache `page` holds."""
+        ...
+
+
+@dataclass
+class ArmScores:
+    """Scores per arm, one per passage, in the order of `documents`; times in seconds in all."""
+
+    documents: list[str] = field(default_factory=list)
+    scores: dict[str, list[PassageScore]] = field(
+        default_factory=lambda: {arm: [] for arm in ARMS}
+    )
+    identity_max_abs_diff: float = 0.0
+    prefix_tokens: int = 0
+    prefill_seconds: float = 0.0
+    conversion_seconds: float = 0.0
+
+
+def run_arms(
+    source: Runner,
+    target: Runner,
+    converter: Converter,
+    passages: Sequence[TokenSequence],
+    prefix: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> ArmScores:
+    """Score all arms on passages: `prefix` tokens from a cache, the rest read by the target.
+
+    The wrong document of a passage is the nearest later passage of another document.
+    """
+    result = ArmScores(prefix_tokens=prefix * len(passages))
+    with tempfile.TemporaryDirectory() as folder, open_store(f"local://{folder}") as store:
+        for number, passage in enumerate(passages):
+            other = _other_document(passages, number)
+            _run_passage(source, target, converter, (passage, other), prefix, store, result)
+            progress(number + 1, len(passages))
+    return result
+
+
+def _run_passage(
+    source: Runner,
+    target: Runner,
+    converter: Converter,
+    pair: tuple[TokenSequence, TokenSequence],
+    prefix: int,
+    store: BlockStore,
+    result: ArmScores,
+) -> None:
+    passage, other = pair
+    head, tail = passage.tokens[:prefix], passage.tokens[prefix:]
+    started = time.perf_counter()
+    own = target.capture(head)
+    result.prefill_seconds += time.perf_counter() - started
+    source_cache = source.capture(head)
+    started = time.perf_counter()
+    mapped = _converted(converter, source_cache, own)
+    result.conversion_seconds += time.perf_counter() - started
+    wrong = _converted(converter, source.capture(other.tokens[:prefix]), own)
+    native = target.read_after(own, tail)
+    identity = target.read_after(_through_store(own, store), tail)
+    logits = {
+        "native": native,
+        "identity": identity,
+        "mapped": target.read_after(mapped, tail),
+        "wrong": target.read_after(wrong, tail),
+        "none": target.read_after(None, tail),
+        "source": source.read_after(source_cache, tail),
+    }
+    following = torch.tensor(tail[1:], device=native.device)
+    for arm in ARMS:
+        result.scores[arm].append(score_passage(logits[arm], native, following))
+    result.documents.append(passage.document)
+    difference = float((identity.float() - native.float()).abs().max())
+    result.identity_max_abs_diff = max(result.identity_max_abs_diff, difference)
+
+
+def _converted(converter: Converter, source: KvPage, like: KvPage) -> KvPage:
+    page = KvPage(torch.empty_like(like.keys), torch.empty_like(like.values))
+    converter.convert([source], [0], [page])
+    return page
+
+
+def _through_store(page: KvPage, store: BlockStore) -> KvPage:
+    """The page written to a store as one block, and read back into other memory."""
+    host = KvPage(page.keys.cpu().contiguous(), page.values.cpu().contiguous())
+    shape = host.shape
+    key = str(BlockKey("gate", "whole", NATIVE, "identity"))
+    header = BlockHeader(key=key, payload_bytes=shape.payload_bytes)
+    copy = KvPage.empty(shape)
+    written = store.write([WriteRequest(header, host.segments() or [])], overwrite=True)
+    read = store.read([ReadRequest(key, copy.segments())])
+    if written != [WriteStatus.STORED] or read[0].status is not ReadStatus.OK:
+        raise StoreError(
+            f"temporary store: write gave {written[0].value}, read {read[0].status.value}; "
+            "free some space where temporary files go"
+        )
+    return KvPage(copy.keys.to(page.keys.device), copy.values.to(page.values.device))
+
+
+def _other_document(passages: Sequence[TokenSequence], number: int) -> TokenSequence:
+    later = [*passages[number + 1 :], *passages[:number]]
+    return next(p for p in later if p.document != passages[number].document)
