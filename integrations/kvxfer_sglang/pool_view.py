@@ -91,13 +91,13 @@ def _by_page(component: torch.Tensor, pool: Any) -> torch.Tensor:
 
 
 def _layer_first(part: torch.Tensor, tokens: int) -> torch.Tensor:
-    layers, _, heads, dim = part.shape  # L S H D
-    return part.view(layers, -1, tokens, heads, dim).transpose(0, 1)
+    layers, slots, heads, dim = part.shape  # L S H D
+    return part.view(layers, slots // tokens, tokens, heads, dim).transpose(0, 1)
 
 
 def _page_first(part: torch.Tensor, tokens: int) -> torch.Tensor:
-    _, layers, heads, dim = part.shape  # S L H D
-    return part.view(-1, tokens, layers, heads, dim).transpose(1, 2)
+    slots, layers, heads, dim = part.shape  # S L H D
+    return part.view(slots // tokens, tokens, layers, heads, dim).transpose(1, 2)
 
 
 def _page_first_direct(part: torch.Tensor, tokens: int) -> torch.Tensor:
