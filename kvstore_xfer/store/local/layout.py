@@ -178,7 +178,8 @@ class Layout:
             inner = sorted(entry.name for entry in os.scandir(self.blocks / first))
             for second in inner:
                 names = os.listdir(self.blocks / first / second)
-                yield done / len(outer), [name for name in names if parse_name(name)]
+                ours = [name for name in names if parse_name(name)]
+                yield done / len(outer), [name for name in ours if name[:4] == first + second]
 
     def free_bytes(self) -> int:
         usage = os.statvfs(self.root)

@@ -155,5 +155,5 @@ def _read_guarded(folder: Folder, request: ReadRequest, entry: Entry | None) -> 
     """One bad block, file or buffer does not fail the batch."""
     try:
         return read_block(folder, request, entry)
-    except (*FAILURES, TypeError, ValueError):
+    except (*FAILURES, BufferError, TypeError, ValueError):
         return ReadResult(ReadStatus.ERROR)

@@ -205,7 +205,7 @@ def _plan(position: int, request: WriteRequest) -> _Plan | None:
         runs = byte_runs(request.payload)
         raw = encode(header)
         decode(raw)  # a reader must be able to do it
-    except (BlockFormatError, TypeError, ValueError):
+    except (BlockFormatError, BufferError, TypeError, ValueError):
         return None
     if sum(map(len, runs)) != header.payload_bytes:
         return None

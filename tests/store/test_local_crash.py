@@ -1,0 +1,98 @@
+"""Two processes write and read one store at once while both are killed again and again."""
+
+import random
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from kvstore_xfer.store.base import ReadRequest, ReadStatus
+from kvstore_xfer.store.local import LocalStore
+from kvstore_xfer.store.testing import block_key
+
+SECONDS = 60
+WORKER = Path(__file__).with_name("crash_worker.py")
+CAP = 64 * 8192
+
+
+def start(root, name, seed):
+    command = [sys.executable, WORKER, root, name, str(seed)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def kill_at_random(root, seconds):
+    """Number of kills. Fails when a worker ended by itself: it saw wrong bytes, or crashed."""
+    chance = random.Random(7)
+    end = time.monotonic() + seconds
+    seed = 0
+    running, kill_at = {}, {}
+    while time.monotonic() < end or running:
+        for name in ("0", "1"):
+            now = time.monotonic()
+            if name not in running and now < end:
+                seed += 1
+                running[name] = start(root, name, seed)
+                kill_at[name] = now + chance.uniform(0.1, 1.5)
+            elif name in running and (running[name].poll() is not None or now > kill_at[name]):
+                worker = running.pop(name)
+                worker.kill()
+                output, _ = worker.communicate()
+                assert worker.returncode == -9, output
+        time.sleep(0.005)
+    return seed
+
+
+def allowed_versions(journal):
+    """Per key: what the last confirmed change left, or any change begun after it."""
+    allowed = defaultdict(lambda: {0})
+    confirmed = 0
+    for line in journal.read_text().splitlines():
+        word, number, version = line.split()
+        if word == "done":
+            allowed[int(number)] = {int(version)}
+            confirmed += 1
+        else:
+            allowed[int(number)].add(int(version))
+    return allowed, confirmed
+
+
+def found_version(result):
+    if result.status is ReadStatus.MISSING:
+        return 0
+    assert result.status is ReadStatus.OK
+    return int.from_bytes(result.payload[8:16], "little")
+
+
+def assert_sound(store):
+    """Verify finds nothing, and files and index are the same set."""
+    keys = [row.key for row in store.scan()]
+    results = store.read([ReadRequest(key) for key in keys])
+    assert {result.status for result in results} <= {ReadStatus.OK}
+    store._folder._tick(sweep=True)
+    sizes = [path.stat().st_size for path in (store.root / "blocks").rglob("*.*")]
+    stats = store.stats()
+    assert (stats.blocks, stats.corrupt_blocks) == (len(keys), 0)
+    assert (len(sizes), sum(sizes)) == (len(keys), sum(row.size for row in store.scan()))
+    assert list((store.root / "tmp").iterdir()) == []
+
+
+@pytest.mark.timeout(SECONDS + 120)
+def test_killed_writers_lose_nothing_and_corrupt_nothing(tmp_path):
+    kills = kill_at_random(tmp_path, SECONDS)
+    assert kills > SECONDS / 2
+    with LocalStore(tmp_path / "store", min_free_bytes=0) as store:
+        for name in ("0", "1"):
+            allowed, confirmed = allowed_versions(tmp_path / f"journal-{name}")
+            assert confirmed > 5 * SECONDS
+            numbers = sorted(allowed)
+            results = store.read([ReadRequest(block_key(n, name)) for n in numbers])
+            for number, result in zip(numbers, results, strict=True):
+                assert found_version(result) in allowed[number]
+        assert_sound(store)
+    with LocalStore(tmp_path / "capped", min_free_bytes=0, max_bytes=CAP) as capped:
+        assert_sound(capped)
+        assert 0 < capped.stats().bytes <= CAP
+        assert capped.stats().evicted_blocks > 0
