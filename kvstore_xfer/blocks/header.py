@@ -116,7 +116,7 @@ def decode(raw: bytes | memoryview) -> BlockHeader:
         header = BlockHeader(
             provenance=None if provenance is None else Provenance(**provenance), **fields
         )
-    except (ValueError, TypeError, KeyError) as error:
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise BlockFormatError(f"block header: {error}") from None
     _validate(header)
     return header
@@ -147,7 +147,11 @@ def _validate(header: BlockHeader) -> None:
     first = header.first_token
     if first is not None and (type(first) is not int or first < 0):
         raise BlockFormatError("block header: first_token is not a position")
-    texts = (header.key, header.dtype, header.checksum)
+    texts = [header.key, header.dtype, header.checksum]
+    if header.provenance is not None:
+        texts += [header.provenance.source_identity, header.provenance.mapper_digest]
     if not all(isinstance(text, str) for text in texts):
         raise BlockFormatError("block header: a name is not text")
+    if type(header.created) not in (int, float) or not 0 <= header.created < 1 << 40:
+        raise BlockFormatError("block header: created is not a time")
     BlockKey.parse(header.key)

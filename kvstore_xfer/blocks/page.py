@@ -80,7 +80,7 @@ class KvPage:
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _contiguous_runs(component: torch.Tensor) -> Iterator[torch.Tensor]:
