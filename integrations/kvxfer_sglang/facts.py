@@ -1,4 +1,4 @@
-"""What the running engine is: read once at attach, and whether its blocks may be converted.
+"""What the running engine is: read once at attach.
 
 SGLang hands a storage backend a config with a served name and ranks, and a host pool. Weights,
 KV dtype, speculation and adapters are known to the same process only through its runtime context,
@@ -17,35 +17,15 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-SGLANG_TESTED_VERSIONS = {"0.5.23"}
 UNIGRAM_HASHES = "sglang-sha256"
 BIGRAM_HASHES = "sglang-sha256-bigram"
 
 # What the uint8 bytes of SGLang's pools are, by the name of --kv-cache-dtype. On ROCm the same
 # name stands for another encoding, and "auto" may mean a checkpoint's own.
 _EIGHT_BIT_FLOATS = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-_PLAIN_DTYPES = {torch.bfloat16, torch.float16, torch.float32}
 _KV_POOL = "kv"
 
 T = TypeVar("T")
-
-
-class Refusal(str, Enum):
-    """Why an engine's blocks are not converted. Bounded: the values are also metric labels."""
-
-    SGLANG_VERSION = "sglang_version"
-    UNKNOWN_FACT = "unknown_fact"
-    MLA = "mla"
-    SIDECAR_POOL = "sidecar_pool"
-    POOL_FORMAT = "pool_format"
-    DRAFT_LAYERS = "draft_layers"
-    BIGRAM_HASHES = "bigram_hashes"
-    CONTEXT_PARALLEL = "context_parallel"
-    PIPELINE_PARALLEL = "pipeline_parallel"
-    KV_DTYPE = "kv_dtype"
-    LORA = "lora"
-    MULTIMODAL_ROPE = "multimodal_rope"
-    ALTERED_MODEL = "altered_model"
 
 
 @dataclass(frozen=True)
@@ -88,6 +68,11 @@ class EngineFacts:
     sidecar_pools: tuple[str, ...]
 
     @property
+    def weights(self) -> tuple[str | None, str | None]:
+        """To be compared with `weights_in_use`."""
+        return self.model_path, self.weight_version
+
+    @property
     def layer_range(self) -> tuple[int, int]:
         return self.first_layer, self.first_layer + self.layers
 
@@ -100,14 +85,15 @@ def read_facts(storage_config: Any, pool: Any, pool_names: Collection[str] = ())
     what SGLang 0.5.23 gives them; whatever else cannot be read is None.
     """
     target_layers = int(pool.target_layer_num)
+    model_path, weight_version = weights_in_use()
     setting = _known(lambda: str(_context().get_model().kv_cache_dtype))
     logical = logical_dtype(pool.dtype, setting)
     return EngineFacts(
         sglang_version=sglang_version(),
         served_name=storage_config.model_name,
-        model_path=_known(lambda: str(_context().get_model().model_path)),
+        model_path=model_path,
         revision=_known(lambda: _context().get_model().revision),
-        weight_version=weight_version(),
+        weight_version=weight_version,
         alterations=_known(_alterations),
         compute_dtype=_known(lambda: _name(_model_config().dtype)),
         kv_dtype=None if logical is None else _name(logical),
@@ -141,9 +127,14 @@ def sglang_version() -> str | None:
         return None
 
 
-def weight_version() -> str | None:
-    """SGLang's name of the weights in use; it changes when they are updated in a running engine."""
-    return _known(lambda: str(_context().get_serving().weight_version))
+def weights_in_use() -> tuple[str | None, str | None]:
+    """Path and SGLang's version name of the weights that this process computes with now.
+
+    Cheap enough for every call. A running engine can be given other weights, and SGLang then
+    empties its own tiers but not the storage: blocks of `EngineFacts.weights` are no longer its.
+    """
+    path = _known(lambda: str(_context().get_model().model_path))
+    return path, _known(lambda: str(_context().get_serving().weight_version))
 
 
 def logical_dtype(stored: torch.dtype, setting: str | None) -> torch.dtype | None:
@@ -165,100 +156,6 @@ def heads_of_rank(total: int, rank: int, size: int) -> tuple[int, int]:
     return rank * each, (rank + 1) * each
 
 
-def conversion_refusals(facts: EngineFacts) -> list[tuple[Refusal, str]]:
-    """Every reason why this engine's blocks must not be converted; empty when they may be.
-
-    The texts are for an operator. Storing and serving the engine's own blocks is not affected.
-    """
-    return [(reason, text) for reason, applies, text in _rules(facts) if applies]
-
-
-def _rules(facts: EngineFacts) -> list[tuple[Refusal, bool, str]]:
-    tested = ", ".join(sorted(SGLANG_TESTED_VERSIONS))
-    return [
-        (
-            Refusal.SGLANG_VERSION,
-            facts.sglang_version not in SGLANG_TESTED_VERSIONS,
-            f"SGLang {facts.sglang_version} is not one of the tested versions ({tested})",
-        ),
-        (
-            Refusal.UNKNOWN_FACT,
-            bool(_unknown(facts)),
-            f"SGLang does not say: {', '.join(_unknown(facts))}",
-        ),
-        (
-            Refusal.MLA,
-            facts.is_mla,
-            "the model caches latents (MLA), not keys and values",
-        ),
-        (
-            Refusal.SIDECAR_POOL,
-            bool(facts.sidecar_pools),
-            f"the model keeps other state beside the KV pages: {', '.join(facts.sidecar_pools)}",
-        ),
-        (
-            Refusal.POOL_FORMAT,
-            facts.pool_format is not None,
-            f"the host pool has a byte format of its own ({facts.pool_format})",
-        ),
-        (
-            Refusal.DRAFT_LAYERS,
-            facts.draft_layers > 0,
-            f"{facts.draft_layers} draft layers are packed into each page and have no source",
-        ),
-        (
-            Refusal.BIGRAM_HASHES,
-            facts.hash_scheme == BIGRAM_HASHES,
-            "EAGLE speculation hashes pages by token pairs; siblings without it never match",
-        ),
-        (
-            Refusal.CONTEXT_PARALLEL,
-            facts.context_parallel_size > 1,
-            f"context parallelism ({facts.context_parallel_size}) spreads a page over ranks",
-        ),
-        (
-            Refusal.PIPELINE_PARALLEL,
-            facts.pp_size > 1,
-            f"pipeline parallelism ({facts.pp_size}): a layer's sources lie on other stages",
-        ),
-        (
-            Refusal.KV_DTYPE,
-            facts.kv_dtype is not None and facts.kv_dtype not in map(_name, _PLAIN_DTYPES),
-            f"KV dtype {facts.kv_dtype}: its scales are not in the pool",
-        ),
-        (
-            Refusal.LORA,
-            facts.lora is True,
-            "LoRA is enabled and a page does not say which adapter computed it",
-        ),
-        (
-            Refusal.MULTIMODAL_ROPE,
-            facts.multimodal_rope is True,
-            "multimodal RoPE: a token's position is not its place in the prompt",
-        ),
-        (
-            Refusal.ALTERED_MODEL,
-            bool(facts.alterations),
-            f"the engine changes the model on loading: {_options(facts.alterations or ())}",
-        ),
-    ]
-
-
-def _unknown(facts: EngineFacts) -> list[str]:
-    required = (
-        "model_path",
-        "weight_version",
-        "alterations",
-        "compute_dtype",
-        "kv_dtype",
-        "head_range",
-        "hash_scheme",
-        "lora",
-        "multimodal_rope",
-    )
-    return [name for name in required if getattr(facts, name) is None]
-
-
 def _alterations() -> tuple[tuple[str, str], ...]:
     model = _context().get_model()
     altered = {}
@@ -270,10 +167,6 @@ def _alterations() -> tuple[tuple[str, str], ...]:
     if model.quantization is not None and not quantized_by_files:
         altered["quantization"] = str(model.quantization)
     return tuple(sorted(altered.items()))
-
-
-def _options(options: tuple[tuple[str, str], ...]) -> str:
-    return ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in options)
 
 
 def _hash_scheme() -> str:

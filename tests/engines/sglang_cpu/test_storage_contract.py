@@ -7,6 +7,7 @@ from sglang_cpu.server import eventually
 
 PAGE = 16
 PROMPT = [1 + 7 * i % 2000 for i in range(23 * PAGE + 5)]
+OTHER = PROMPT[::-1]
 LONGER = PROMPT + [2 + 11 * i % 2000 for i in range(13 * PAGE)]
 
 
@@ -105,3 +106,17 @@ def test_the_engine_describes_itself(recorder):
     assert (facts["layers"], facts["head_range"], facts["page_size"]) == (6, [0, 4], PAGE)
     assert facts["layout"] == recorder.server.launch.layout
     assert facts["hash_scheme"] == "sglang-sha256"
+
+
+def test_new_weights_keep_the_storage_and_are_told_by_their_version(recorder):
+    """The trap behind `weights_in_use`: SGLang serves the old weights' pages to the new ones."""
+    server = recorder.server
+    recorder.generate(OTHER)
+    server.flush_cache()
+    update = {"model_path": str(server.launch.model), "weight_version": "second"}
+    server.call("POST", "/update_weights_from_disk", update)
+    assert recorder.generate(OTHER).from_storage == 23 * PAGE
+    server.detach_storage()
+    server.attach_storage(recorder.extra_config)
+    versions = [call["facts"]["weight_version"] for call in recorder.calls("facts")]
+    assert versions[-2:] == ["default", "second"]

@@ -7,12 +7,11 @@ from kvxfer_sglang.facts import (
     BIGRAM_HASHES,
     UNIGRAM_HASHES,
     EngineFacts,
-    Refusal,
-    conversion_refusals,
     heads_of_rank,
     logical_dtype,
     read_facts,
 )
+from kvxfer_sglang.refusals import Refusal, conversion_refusals
 
 PLAIN = EngineFacts(
     sglang_version="0.5.23",

@@ -7,7 +7,8 @@ import json
 import threading
 from dataclasses import asdict
 
-from kvxfer_sglang.facts import conversion_refusals, read_facts
+from kvxfer_sglang.facts import read_facts
+from kvxfer_sglang.refusals import conversion_refusals
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 
