@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import struct
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -87,7 +87,8 @@ def seal(header: BlockHeader, payload: Iterable[memoryview]) -> BlockHeader:
 
 def encode(header: BlockHeader) -> bytes:
     """Header bytes, padded so that the payload starts on a 4096-byte boundary."""
-    text = json.dumps(asdict(header), separators=(",", ":"), sort_keys=True).encode()
+    fields = vars(header) | {"provenance": header.provenance and vars(header.provenance)}
+    text = json.dumps(fields, separators=(",", ":"), sort_keys=True).encode()
     raw = _PREFIX.pack(MAGIC, len(text), xxhash.xxh3_64_intdigest(text)) + text
     return raw + bytes(-len(raw) % ALIGNMENT)
 

@@ -58,11 +58,20 @@ def bench_shape(root, name, size, count):
         read = best(lambda: [expect(store.read(batch), ReadStatus.OK) for batch in batches(reads)])
         one = best(lambda: [expect(store.read([item]), ReadStatus.OK) for item in reads])
         plain = best(lambda: plain_readinto(root, runs))
+    plain_seconds = timed(lambda: plain_write(root / "plain", writes))
     total = size * count / 1e9
     print(
-        f"{name:12} write {total / seconds:5.2f} GB/s   read {total / read:5.2f} GB/s   "
+        f"{name:12} write {total / seconds:5.2f} GB/s   "
+        f"plain write {total / plain_seconds:5.2f} GB/s   read {total / read:5.2f} GB/s   "
         f"one at a time {total / one:5.2f} GB/s   plain readinto {total / plain:5.2f} GB/s"
     )
+
+
+def plain_write(folder, writes):
+    folder.mkdir()
+    for number, request in enumerate(writes):
+        with (folder / str(number)).open("wb", buffering=0) as file:
+            file.write(request.payload[0])
 
 
 def plain_readinto(root, runs):

@@ -204,6 +204,23 @@ def test_two_containers_with_one_process_id_get_a_clear_error(tmp_path, monkeypa
         LocalStore(tmp_path)
 
 
+def test_a_removed_folder_is_an_error_and_no_answer(tmp_path, open_store):
+    store = open_store()
+    fill_store(store, [1])
+    shutil.rmtree(tmp_path / "index")
+    assert present(store, [1]) == []
+    assert get(store, block_key(1)).status is ReadStatus.MISSING
+    store._folder._tick(sweep=True)
+    assert present(store, [1]) == [1]
+    shutil.rmtree(tmp_path)
+    assert present(store, [1]) == []
+    assert fill_store(store, [2]) == [WriteStatus.ERROR]
+    assert store.delete([block_key(1)]) == [False]
+    for call in (store.stats, lambda: list(store.scan())):
+        with pytest.raises(StoreError, match="open the store again"):
+            call()
+
+
 # Sharing
 
 

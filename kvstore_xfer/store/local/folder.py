@@ -74,7 +74,10 @@ class Folder:
         self._keeper.start()
 
     def query(self, work: Callable[[Index], T]) -> T:
-        """Run a read of the index."""
+        """Run a read of the index; one that lost its place on the disk is not asked."""
+        if not self._index.environment.current:
+            with self.writer:
+                self._reopen_index()
         try:
             return work(self._index)
         except DAMAGE:
@@ -137,6 +140,8 @@ class Folder:
         count = 0
         batch: list[str] = []
         for share, names in self.layout.payloads():
+            if self._stop.is_set():
+                return  # closing; whoever opens the store next starts again
             batch += names
             count += len(names)
             if len(batch) >= _WALK_BATCH:
@@ -227,6 +232,8 @@ class Folder:
 
     def _reopen_index(self) -> None:
         """After the index was replaced by another process, or found damaged by this one."""
+        if self._index.environment.current and not self._damaged:
+            return
         found_damaged_here = self._damaged and self._index.environment.current
         self._index.close()
         if found_damaged_here:
@@ -299,9 +306,9 @@ class Folder:
             ticks += 1
 
     def _tick(self, *, sweep: bool) -> None:
-        self.unlink(self.query(lambda index: index.trash()))
         if self._touched or self._unlinked or self._damaged or not self._index.environment.current:
             self.update(lambda rows: None)
+        self.unlink(self.query(lambda index: index.trash()))
         if self.query(lambda index: index.walked()) != _boot_id():
             self.walk()
         if sweep:

@@ -8,8 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import lmdb
-
 from kvstore_xfer.errors import StoreError
 from kvstore_xfer.store.base import (
     BlockStat,
@@ -113,13 +111,13 @@ class LocalStore(BlockStore):
         try:
             for key, entry in self._folder.query(lambda index: index.scan(prefix)):
                 yield BlockStat(key, entry.size, entry.created, entry.stamp / 1e9)
-        except lmdb.Error as error:
+        except FAILURES as error:
             raise self._unreadable(error) from error
 
     def stats(self) -> StoreStats:
         try:
             blocks, totals = self._folder.query(lambda index: index.totals())
-        except lmdb.Error as error:
+        except FAILURES as error:
             raise self._unreadable(error) from error
         return StoreStats(
             blocks=blocks,
@@ -147,7 +145,9 @@ class LocalStore(BlockStore):
                 self._shared = acquire(self.root)
             return self._shared
 
-    def _unreadable(self, error: lmdb.Error) -> StoreError:
+    def _unreadable(self, error: Exception) -> StoreError:
+        if isinstance(error, StoreError):
+            return error
         return StoreError(f"store {self.root}: index: {error}; open the store again to rebuild it")
 
 
