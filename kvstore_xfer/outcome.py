@@ -15,6 +15,9 @@ class Outcome(str, Enum):
     MISSED = "missed"  # nobody had it, or its bytes could not be trusted
 
 
+SERVED = (Outcome.NATIVE, Outcome.DERIVED, Outcome.CONVERTED)
+
+
 class Reason(str, Enum):
     """Why a block was declined or missed. Bounded: the values are also metric labels."""
 

@@ -30,7 +30,9 @@ def cache_of_page(page: KvPage) -> DynamicCache:
     """A cache that holds the page's tokens; its tensors share the page's memory until it grows."""
     cache = DynamicCache()
     for index in range(page.keys.shape[0]):
-        cache.update(*(part[index].transpose(0, 1)[None] for part in (page.keys, page.values)), index)
+        cache.update(
+            *(part[index].transpose(0, 1)[None] for part in (page.keys, page.values)), index
+        )
     return cache
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvxfer_transformers.model import load_model
 from rich.console import Console
 from rich.table import Table
 
@@ -22,9 +22,10 @@ from kvstore_xfer.errors import ConfigError
 from kvstore_xfer.fit.text import cut_sequences
 from kvstore_xfer.gate.check import check
 from kvstore_xfer.mapper.artifact import load, record_gate
-from kvxfer_transformers.model import load_model
 
 if TYPE_CHECKING:
+    import argparse
+
     from kvstore_xfer.gate.record import GateRecord
 
 EXIT_REJECTED = 3

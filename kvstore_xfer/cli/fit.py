@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from kvxfer_transformers.model import load_model
 
 from kvstore_xfer.cli.common import (
     add_model_options,
@@ -25,9 +26,10 @@ from kvstore_xfer.fit.text import cut_sequences
 from kvstore_xfer.mapper.artifact import MANIFEST_FILE
 from kvstore_xfer.mapper.maps import Method
 from kvstore_xfer.models.description import describe
-from kvxfer_transformers.model import load_model
 
 if TYPE_CHECKING:
+    import argparse
+
     from kvstore_xfer.mapper.artifact import Artifact
 
 

@@ -109,16 +109,12 @@ class Accumulator:
             for name, widths in zip(("keys", "values"), self._widths, strict=True)
         )
         ranking = rank_layers(components, self._source.layers, self._target.layers)
-        choice = choose(
-            components, ranking, layers=self._options.layers, ridge=self._options.ridge
-        )
+        choice = choose(components, ranking, layers=self._options.layers, ridge=self._options.ridge)
         keys, values = (
             self._solve(component, choice, ridges)
             for component, ridges in zip(components, choice.ridges, strict=True)
         )
-        mapper = Mapper(
-            self._options.method, self._source, self._target, self._heads, keys, values
-        )
+        mapper = Mapper(self._options.method, self._source, self._target, self._heads, keys, values)
         mapper.validate()
         return mapper, choice
 
@@ -133,7 +129,9 @@ class Accumulator:
             affine = solve_ridge(
                 everything, component.inputs(layers), component.outputs(target), ridge
             )
-            weight = affine.weight if self._options.method is Method.HEAD_LOCAL else affine.weight[0]
+            weight = (
+                affine.weight if self._options.method is Method.HEAD_LOCAL else affine.weight[0]
+            )
             maps.append(
                 LayerMap(
                     layers,

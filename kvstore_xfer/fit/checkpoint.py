@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
@@ -15,6 +14,8 @@ from kvstore_xfer.errors import ConfigError
 from kvstore_xfer.fit.moments import Moments
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
 FOLDER = ".fit"

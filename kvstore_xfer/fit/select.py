@@ -18,7 +18,7 @@ from kvstore_xfer.fit.solve import r_squared, solve_ridge
 if TYPE_CHECKING:
     from kvstore_xfer.fit.moments import Moments
 
-RIDGES = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
+RIDGES = (1e-5, 1e-4, 1e-3, 1e-2)
 PROBE_RIDGE = 1e-3
 MAX_AUTO_INPUTS = 4096  # the widest input that 'auto' tries: beyond, mapping costs a prefill
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvstore_xfer.errors import ConfigError
+
 if TYPE_CHECKING:
     from kvstore_xfer.fit.moments import Moments
 
@@ -28,7 +30,10 @@ class Affine:
 def solve_ridge(
     moments: Moments, inputs: torch.Tensor, outputs: torch.Tensor, rho: float
 ) -> Affine:
-    """Fit the outputs (column indices) on the inputs (column indices) with relative ridge `rho`."""
+    """Fit the outputs (column indices) on the inputs (column indices) with relative ridge `rho`.
+
+    Raises ConfigError when the system is singular in float64 at this ridge.
+    """
     gram = moments.xx[:, inputs][:, :, inputs]
     cross = moments.xy[:, inputs][:, :, outputs]
     diagonal = gram.diagonal(dim1=1, dim2=2)
@@ -36,7 +41,10 @@ def solve_ridge(
     # Inputs without any variance carry nothing: the identity keeps the system solvable, W is zero.
     ridge = torch.where(scale > 0, rho * scale, torch.ones_like(scale))
     diagonal.add_(ridge[:, None])
-    weight = torch.linalg.solve_ex(gram, cross).result
+    factor, failed = torch.linalg.cholesky_ex(gram)
+    if failed.any():
+        raise ConfigError(f"--ridge {rho:g}: too small for these inputs; give 1e-5 or more")
+    weight = torch.cholesky_solve(cross, factor)
     mean_x, mean_y = moments.mean_x[:, inputs], moments.mean_y[:, outputs]
     bias = mean_y - torch.bmm(mean_x[:, None], weight)[:, 0]
     return Affine(weight, bias)

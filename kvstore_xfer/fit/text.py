@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -57,22 +56,23 @@ def cut_sequences(
 ) -> list[TokenSequence]:
     """Up to `count` sequences of exactly `tokens` tokens from the documents of a file.
 
-    Documents take turns, so that few sequences still come from many documents; no token is used
-    twice and none is padded. Raises TextError when the file does not hold a single sequence.
+    Reading stops after `count` documents of sufficient length; the sequences are spread evenly over
+    what was read. No token is used twice and none is padded. Raises TextError when the file does
+    not hold a single sequence.
     """
-    pieces: list[list[TokenSequence]] = []
-    longest = 0
+    pieces: list[TokenSequence] = []
+    longest = used = 0
     for text in read_documents(path):
         ids = tokenize(text)
         longest = max(longest, len(ids))
         cut = _cut(text, ids, tokens)
-        if cut:
-            pieces.append(cut)
-        if len(pieces) == count:
+        pieces += cut
+        used += bool(cut)
+        if used == count:
             break
-    sequences = list(islice(_take_turns(pieces), count))
-    if sequences:
-        return sequences
+    if pieces:
+        chosen = min(count, len(pieces))
+        return [pieces[index * len(pieces) // chosen] for index in range(chosen)]
     if not longest:
         raise TextError(f"{path}: holds no text; give a file with at least one document")
     raise TextError(
@@ -93,13 +93,6 @@ def _cut(text: str, ids: Sequence[int], tokens: int) -> list[TokenSequence]:
     document = document_digest(text)
     starts = range(0, len(ids) - tokens + 1, tokens)
     return [TokenSequence(document, tuple(ids[start : start + tokens])) for start in starts]
-
-
-def _take_turns(pieces: list[list[TokenSequence]]) -> Iterator[TokenSequence]:
-    for turn in range(max((len(cut) for cut in pieces), default=0)):
-        for cut in pieces:
-            if turn < len(cut):
-                yield cut[turn]
 
 
 def _read_txt(file: Path) -> Iterator[str]:

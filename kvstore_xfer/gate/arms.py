@@ -61,9 +61,7 @@ class ArmScores:
     """Scores per arm, one per passage, in the order of `documents`; times in seconds in all."""
 
     documents: list[str] = field(default_factory=list)
-    scores: dict[str, list[PassageScore]] = field(
-        default_factory=lambda: {arm: [] for arm in ARMS}
-    )
+    scores: dict[str, list[PassageScore]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
     identity_max_abs_diff: float = 0.0
     prefix_tokens: int = 0
     prefill_seconds: float = 0.0

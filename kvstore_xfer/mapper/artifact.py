@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +25,8 @@ from kvstore_xfer.mapper.maps import LayerMap, Mapper, Method
 from kvstore_xfer.models.description import ModelDescription
 
 if TYPE_CHECKING:
+    import os
+
     import torch
 
 WEIGHTS_FILE = "mapper.safetensors"

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from kvstore_xfer.blocks.page import KvPage
 from kvstore_xfer.mapper.maps import LayerMap, Mapper, Method
 from kvstore_xfer.rope.rotate import apply_rope, rope_tables, strip_rope
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvstore_xfer.blocks.page import KvPage
     from kvstore_xfer.rope.spec import RopeSpec
 
 GROUP_TOKENS = 1024  # bounds the stripped copy: layers * heads * width * 1024 numbers

@@ -80,6 +80,11 @@ class Mapper:
             values=tuple(narrow(layer) for layer in self.values),
         )
 
+    def reading_from(self, first_head: int) -> Mapper:
+        """The same maps for source pages whose heads start at `first_head` (head-local only)."""
+        heads = tuple(head - first_head for head in self.head_assignment)
+        return replace(self, head_assignment=heads)
+
     def validate(self) -> None:
         """Raises ArtifactError when a shape does not follow from the two models."""
         components = (

@@ -1,0 +1,58 @@
+"""Writes that nobody waits for: derived blocks go to the store behind a bounded queue."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_log = logging.getLogger(__name__)
+_STOP = object()
+
+
+class BackgroundWriter:
+    """One thread that runs queued jobs in order; a full queue refuses, it never blocks.
+
+    Jobs must not raise; one that does is logged and dropped.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._queue: queue.Queue[object] = queue.Queue(capacity)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="kvxfer-writer", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> bool:
+        """Queue a job; False when the queue is full or closed, and the job is not kept."""
+        if self._closed.is_set():
+            return False
+        try:
+            self._queue.put_nowait(job)
+        except queue.Full:
+            return False
+        return True
+
+    def drain(self) -> None:
+        """Return when everything queued before this call is done."""
+        done = threading.Event()
+        if self._thread.is_alive():
+            self._queue.put(done.set)
+            done.wait()
+
+    def close(self) -> None:
+        """Refuse new jobs, finish the queued ones, stop the thread. Idempotent."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._queue.put(_STOP)
+            self._thread.join()
+
+    def _work(self) -> None:
+        while (job := self._queue.get()) is not _STOP:
+            try:
+                job()  # type: ignore[operator]
+            except Exception:
+                _log.exception("a queued write failed")

@@ -1,0 +1,191 @@
+"""From a family manifest and the facts of a running engine to a tier."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvstore_xfer import metrics
+from kvstore_xfer.blocks.identity import (
+    Identity,
+    IdentityRecord,
+    block_shape,
+    identity_of,
+    whole_shard,
+)
+from kvstore_xfer.errors import ArtifactError, ConfigError, StoreError
+from kvstore_xfer.family import Family, PairEntry, load_family, policy_of
+from kvstore_xfer.mapper.artifact import load
+from kvstore_xfer.mapper.convert import TorchConverter
+from kvstore_xfer.store.base import ReadRequest, ReadStatus, WriteRequest, WriteStatus
+from kvstore_xfer.store.url import open_store
+from kvstore_xfer.tier.pair import Pair, make_pair
+from kvstore_xfer.tier.policy import direction_of
+from kvstore_xfer.tier.tier import Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvstore_xfer.blocks.key import Shard
+    from kvstore_xfer.blocks.page import KvShape
+    from kvstore_xfer.mapper.convert import Converter
+    from kvstore_xfer.mapper.maps import Mapper
+    from kvstore_xfer.models.description import ModelDescription
+    from kvstore_xfer.store.base import BlockStore
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What a running engine says about itself.
+
+    `shard` is this rank's part, None for the whole model; `layout` the shards of all ranks.
+    `shape` is needed only where it does not follow from model and shard. `variant` names anything
+    that changes the cache beyond the model files; such an engine's blocks match only its own.
+    """
+
+    model: ModelDescription
+    kv_dtype: str
+    block_tokens: int
+    hash_scheme: str
+    shard: Shard | None = None
+    layout: tuple[Shard, ...] | None = None
+    shape: KvShape | None = None
+    variant: str = ""
+
+    @property
+    def identity(self) -> Identity:
+        return identity_of(
+            self.model, self.kv_dtype, self.block_tokens, self.hash_scheme, self.variant
+        )
+
+    @property
+    def own_shard(self) -> Shard:
+        return self.shard or whole_shard(self.model)
+
+    @property
+    def block_shape(self) -> KvShape:
+        dtype: torch.dtype = getattr(torch, self.kv_dtype)
+        return self.shape or block_shape(self.model, self.own_shard, self.block_tokens, dtype)
+
+
+def open_tier(
+    manifest: str | Path,
+    member: str,
+    engine: Engine,
+    *,
+    store: BlockStore | None = None,
+    make_converter: Callable[[Mapper, torch.dtype], Converter] = TorchConverter,
+) -> Tier:
+    """The tier of `member` (a name under ``models`` of the manifest), announced in the store.
+
+    A mapper folder that cannot be loaded turns its pair off, with an error in the log; the rest
+    works. `store` overrides the manifest's; the tier closes only a store it opened itself.
+
+    Raises
+    ------
+    ConfigError
+        The manifest is wrong, or has no such member.
+    StoreError
+        The store cannot be opened or written.
+    """
+    family = load_family(manifest)
+    if member not in family.models:
+        known = ", ".join(sorted(family.models))
+        raise ConfigError(f"{manifest}: models: no {member!r}; known: {known}")
+    folder = Path(manifest).resolve().parent
+    used = open_store(family.store, base=folder) if store is None else store
+    try:
+        announce(used, engine)
+        pairs = _pairs(family, member, folder, engine, make_converter)
+    except Exception:
+        if store is None:
+            used.close()
+        raise
+    return Tier(
+        used,
+        member,
+        engine.identity,
+        engine.own_shard,
+        engine.block_shape,
+        pairs,
+        owns_store=store is None,
+    )
+
+
+def announce(store: BlockStore, engine: Engine) -> None:
+    """Write the identity record; another layout of the same identity is kept beside ours.
+
+    Raises StoreError when it cannot be written.
+    """
+    identity = engine.identity
+    layout = engine.layout or (engine.own_shard,)
+    known = store.read([ReadRequest(IdentityRecord.key(identity.digest))])[0]
+    layouts: tuple[tuple[Shard, ...], ...] = ()
+    if known.status is ReadStatus.OK and known.payload is not None:
+        layouts = IdentityRecord.decode(known.payload).layouts
+    if layout in layouts:
+        return
+    record = IdentityRecord(identity, engine.model, (*layouts, layout))
+    header, payload = record.encode()
+    status = store.write([WriteRequest(header, [memoryview(payload)])], overwrite=True)[0]
+    if status is not WriteStatus.STORED:
+        raise StoreError(
+            f"store: the identity record could not be written ({status.value}); "
+            "check that its folder is writable and has room"
+        )
+
+
+def _pairs(
+    family: Family,
+    member: str,
+    folder: Path,
+    engine: Engine,
+    make_converter: Callable[[Mapper, torch.dtype], Converter],
+) -> list[Pair]:
+    pairs = []
+    for entry in family.pairs:
+        if entry.target != member:
+            continue
+        try:
+            pair = _pair(entry, folder, engine, make_converter)
+        except ArtifactError as error:
+            _log.error("pair %s -> %s is off: %s", entry.source, member, error)
+            metrics.GATE_OPEN.labels(entry.source, member, "unknown").set(0)
+            continue
+        if pair.refusal is not None:
+            _log.warning("pair %s -> %s is off: %s", entry.source, member, pair.refusal.value)
+        metrics.GATE_OPEN.labels(entry.source, member, pair.direction.value).set(
+            pair.refusal is None
+        )
+        pairs.append(pair)
+    return pairs
+
+
+def _pair(
+    entry: PairEntry,
+    folder: Path,
+    engine: Engine,
+    make_converter: Callable[[Mapper, torch.dtype], Converter],
+) -> Pair:
+    artifact = load(folder / entry.mapper)
+    direction = direction_of(artifact.mapper.source, artifact.mapper.target)
+    if entry.direction not in (None, direction):
+        raise ConfigError(
+            f"pair {entry.source} -> {entry.target}: direction: the models' sizes say "
+            f"{direction.value}; correct or remove it"
+        )
+    return make_pair(
+        artifact,
+        engine.model,
+        engine.identity,
+        engine.own_shard,
+        policy_of(entry.policy),
+        direction,
+        make_converter,
+    )

@@ -1,0 +1,131 @@
+"""One ordered pair as the tier of the target uses it: its mapper, gate, policy and source blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvstore_xfer.blocks.identity import IdentityRecord, block_shape, identity_of, whole_shard
+from kvstore_xfer.blocks.key import Shard, derived_kind
+from kvstore_xfer.gate.record import GateRecord, refusal
+from kvstore_xfer.mapper.maps import Mapper, Method
+from kvstore_xfer.outcome import Reason
+from kvstore_xfer.store.base import ReadRequest, ReadStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvstore_xfer.blocks.identity import Identity
+    from kvstore_xfer.blocks.page import KvShape
+    from kvstore_xfer.mapper.artifact import Artifact
+    from kvstore_xfer.mapper.convert import Converter
+    from kvstore_xfer.models.description import ModelDescription
+    from kvstore_xfer.store.base import BlockStore
+    from kvstore_xfer.tier.policy import Direction, Policy
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A sibling whose blocks may be converted for the target.
+
+    `refusal` is why it must not serve now, None when it may. `heads` is the range of source heads
+    that this rank's maps read; `mapper` is narrowed to the rank's target heads and to that range.
+    """
+
+    source: ModelDescription
+    direction: Direction
+    policy: Policy
+    identity: Identity
+    mapper: Mapper
+    heads: range
+    source_shape: KvShape
+    refusal: Reason | None
+    gate: GateRecord | None
+    converter: Converter | None
+
+    @property
+    def derived_kind(self) -> str:
+        return derived_kind(self.mapper.digest)
+
+    def source_layouts(self, store: BlockStore) -> list[tuple[Shard, ...]]:
+        """For each layout the source is served in: the shards that together hold `heads`.
+
+        Read from the store at every lookup, so that all ranks decide from the same facts.
+        """
+        result = store.read([ReadRequest(IdentityRecord.key(self.identity.digest))])[0]
+        layouts: tuple[tuple[Shard, ...], ...] = ((whole_shard(self.source),),)
+        if result.status is ReadStatus.OK and result.payload is not None:
+            layouts = IdentityRecord.decode(result.payload).layouts
+        covers = (_covering(layout, self.heads, self.source.layers) for layout in layouts)
+        return [cover for cover in covers if cover]
+
+    def shard_heads(self, shard: Shard) -> tuple[slice, slice]:
+        """Heads of a source page that a stored shard fills, and which of the shard's those are."""
+        first = max(shard.first_head, self.heads.start)
+        last = min(shard.last_head, self.heads.stop)
+        into = slice(first - self.heads.start, last - self.heads.start)
+        return into, slice(first - shard.first_head, last - shard.first_head)
+
+
+def make_pair(
+    artifact: Artifact,
+    target: ModelDescription,
+    target_identity: Identity,
+    shard: Shard,
+    policy: Policy,
+    direction: Direction,
+    make_converter: Callable[[Mapper, torch.dtype], Converter],
+) -> Pair:
+    """Bind an artifact to a running target; a refused pair is kept, so that it can be counted."""
+    whole = artifact.mapper
+    dtype_name = target_identity.kv_dtype
+    record = artifact.gate.get(dtype_name)
+    gate = None if record is None else GateRecord.from_json(record)
+    reason = refusal(gate, whole, target)
+    if reason is Reason.GATE_MISSING and artifact.gate:
+        reason = Reason.GATE_DTYPE
+    if not policy.enabled:
+        reason = Reason.DISABLED
+    if reason is None and (shard.first_layer, shard.last_layer) != (0, target.layers):
+        reason = Reason.UNSUPPORTED
+    mapper, heads = _narrow(whole, shard)
+    identity = identity_of(
+        whole.source, dtype_name, target_identity.block_tokens, target_identity.hash_scheme
+    )
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    read = Shard(heads.start, heads.stop, 0, whole.source.layers)
+    return Pair(
+        source=whole.source,
+        direction=direction,
+        policy=policy,
+        identity=identity,
+        mapper=mapper,
+        heads=heads,
+        source_shape=block_shape(whole.source, read, target_identity.block_tokens, dtype),
+        refusal=reason,
+        gate=gate,
+        converter=make_converter(mapper, dtype) if reason is None else None,
+    )
+
+
+def _narrow(mapper: Mapper, shard: Shard) -> tuple[Mapper, range]:
+    """The maps for the shard's heads, reading only the source heads they need."""
+    narrowed = mapper.shard(shard.first_head, shard.last_head)
+    if mapper.method is Method.FULL_HEAD:
+        return narrowed, range(mapper.source.kv_heads)
+    heads = range(min(narrowed.head_assignment), max(narrowed.head_assignment) + 1)
+    return narrowed.reading_from(heads.start), heads
+
+
+def _covering(layout: tuple[Shard, ...], heads: range, layers: int) -> tuple[Shard, ...]:
+    """The shards of a layout that together hold the heads, each head once; empty if they do not."""
+    chosen: list[Shard] = []
+    covered = heads.start
+    for shard in sorted(layout, key=lambda shard: shard.first_head):
+        complete = (shard.first_layer, shard.last_layer) == (0, layers)
+        if complete and shard.first_head <= covered < shard.last_head and covered < heads.stop:
+            chosen.append(shard)
+            covered = shard.last_head
+    return tuple(chosen) if covered >= heads.stop else ()

@@ -1,0 +1,155 @@
+"""`Tier.find`: what the store has for each hash of a prompt, and what the policy says to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvstore_xfer.blocks.key import NATIVE, UNPLACED, BlockKey
+from kvstore_xfer.outcome import SERVED, Outcome, Reason
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore_xfer.blocks.identity import Identity
+    from kvstore_xfer.blocks.key import Shard
+    from kvstore_xfer.store.base import BlockStore
+    from kvstore_xfer.tier.pair import Pair
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """How one block can be had. In a plan, CONVERTED means: can be converted.
+
+    `keys` are the stored blocks to read (for a conversion one per source shard, in the order of
+    `shards`); `pair` is set when the block would be converted.
+    """
+
+    outcome: Outcome
+    reason: Reason = Reason.NONE
+    chain_hash: str = ""
+    keys: tuple[str, ...] = ()
+    shards: tuple[Shard, ...] = ()
+    pair: Pair | None = None
+
+    @property
+    def served(self) -> bool:
+        return self.outcome in SERVED
+
+
+class Planner:
+    """Decides from the store's index alone; holds no state between calls."""
+
+    def __init__(
+        self, store: BlockStore, identity: Identity, shard: str, pairs: Sequence[Pair]
+    ) -> None:
+        self._store = store
+        self._identity = identity
+        self._shard = shard
+        self._pairs = pairs
+
+    def plan(self, hashes: Sequence[str], *, whole_prompt: bool) -> list[BlockPlan]:
+        plans: dict[str, BlockPlan] = {}
+        self._add_present(plans, hashes, NATIVE, Outcome.NATIVE)
+        self._add_present(plans, _rest(hashes, plans), UNPLACED, Outcome.NATIVE)
+        for pair in self._pairs:
+            if pair.refusal is None:
+                rest = _rest(hashes, plans)
+                self._add_present(plans, rest, pair.derived_kind, Outcome.DERIVED)
+        for pair in self._pairs:
+            self._add_convertible(plans, _rest(hashes, plans), pair)
+        absent = BlockPlan(Outcome.MISSED, Reason.ABSENT)
+        ordered = [replace(plans.get(name, absent), chain_hash=name) for name in hashes]
+        if whole_prompt:
+            ordered = self._hold_back(ordered)
+        return self._apply_limits(_after_gap(ordered), whole_prompt=whole_prompt)
+
+    def _add_present(
+        self, plans: dict[str, BlockPlan], hashes: list[str], kind: str, outcome: Outcome
+    ) -> None:
+        keys = [str(BlockKey(self._identity.digest, self._shard, kind, name)) for name in hashes]
+        for name, key, there in zip(hashes, keys, self._store.exists(keys), strict=True):
+            if there:
+                plans[name] = BlockPlan(outcome, keys=(key,))
+
+    def _add_convertible(self, plans: dict[str, BlockPlan], hashes: list[str], pair: Pair) -> None:
+        """Blocks that the sibling has natively and in a certain position; never derived ones."""
+        if not hashes:
+            return
+        for shards in pair.source_layouts(self._store):
+            rest = _rest(hashes, plans)
+            keys = [
+                str(BlockKey(pair.identity.digest, str(shard), NATIVE, name))
+                for name in rest
+                for shard in shards
+            ]
+            there = self._store.exists(keys)
+            for number, name in enumerate(rest):
+                part = slice(number * len(shards), (number + 1) * len(shards))
+                if all(there[part]):
+                    plans[name] = _convertible(pair, tuple(keys[part]), shards)
+
+    def _hold_back(self, plans: list[BlockPlan]) -> list[BlockPlan]:
+        """The newest tokens of a prompt are computed by the target, not mapped."""
+        tokens = self._identity.block_tokens
+        kept = []
+        for number, plan in enumerate(plans):
+            after = (len(plans) - number) * tokens
+            held = [p.policy.hold_back_tokens for p in self._pairs if p is plan.pair]
+            if plan.outcome is Outcome.DERIVED:
+                held = [p.policy.hold_back_tokens for p in self._pairs if p.refusal is None]
+            declined = any(after - tokens < hold for hold in held)
+            kept.append(_declined(plan, Reason.HOLD_BACK) if declined else plan)
+        return kept
+
+    def _apply_limits(self, plans: list[BlockPlan], *, whole_prompt: bool) -> list[BlockPlan]:
+        """Minimum, longest prefix and cost, per pair, over the blocks that would be converted."""
+        tokens = self._identity.block_tokens
+        for pair in self._pairs:
+            mine = [i for i, plan in enumerate(plans) if plan.served and plan.pair is pair]
+            longest = pair.policy.max_prefix_tokens
+            reasons: dict[int, Reason] = {}
+            if longest is not None:
+                reasons = {i: Reason.MAX_PREFIX for i in mine if (i + 1) * tokens > longest}
+            left = (len(mine) - len(reasons)) * tokens
+            if whole_prompt and left < pair.policy.min_tokens:
+                reasons = dict.fromkeys(mine, Reason.MIN_TOKENS)
+            elif whole_prompt and left and not _pays(pair, left):
+                reasons = dict.fromkeys(mine, Reason.NOT_WORTH_IT)
+            plans = [
+                _declined(plan, reasons[i]) if i in reasons else plan
+                for i, plan in enumerate(plans)
+            ]
+        return _after_gap(plans)
+
+
+def _convertible(pair: Pair, keys: tuple[str, ...], shards: tuple[Shard, ...]) -> BlockPlan:
+    if pair.refusal is not None:
+        return BlockPlan(Outcome.DECLINED, pair.refusal)
+    return BlockPlan(Outcome.CONVERTED, keys=keys, shards=shards, pair=pair)
+
+
+def _pays(pair: Pair, tokens: int) -> bool:
+    gate = pair.gate
+    return gate is not None and pair.policy.pays(
+        tokens, gate.prefill_tokens_per_second, gate.conversion_tokens_per_second
+    )
+
+
+def _declined(plan: BlockPlan, reason: Reason) -> BlockPlan:
+    return BlockPlan(Outcome.DECLINED, reason, plan.chain_hash)
+
+
+def _rest(hashes: Sequence[str], plans: dict[str, BlockPlan]) -> list[str]:
+    return [name for name in hashes if name not in plans]
+
+
+def _after_gap(plans: list[BlockPlan]) -> list[BlockPlan]:
+    """A block behind one that is not there cannot be used; say so instead of promising it."""
+    end = next((i for i, plan in enumerate(plans) if not plan.served), len(plans))
+    return [
+        plan
+        if i <= end or not plan.served
+        else BlockPlan(Outcome.MISSED, Reason.AFTER_GAP, plan.chain_hash)
+        for i, plan in enumerate(plans)
+    ]

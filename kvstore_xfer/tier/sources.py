@@ -1,0 +1,104 @@
+"""Reading a sibling's blocks for conversion: shards put together, headers and positions checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvstore_xfer.blocks.identity import block_shape
+from kvstore_xfer.blocks.page import KvPage
+from kvstore_xfer.outcome import Outcome, Reason
+from kvstore_xfer.store.base import ReadRequest
+from kvstore_xfer.tier.result import BlockResult, has_shape, read_failure
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore_xfer.store.base import BlockStore, ReadResult
+    from kvstore_xfer.tier.pair import Pair
+    from kvstore_xfer.tier.plan import BlockPlan
+
+
+@dataclass
+class SourceBlocks:
+    """The leading blocks of a group that can be converted, and why the next one cannot."""
+
+    pages: list[KvPage] = field(default_factory=list)
+    firsts: list[int] = field(default_factory=list)
+    failure: BlockResult | None = None
+
+
+class SourceReader:
+    """Reads groups of source blocks of one pair."""
+
+    def __init__(self, store: BlockStore, block_tokens: int) -> None:
+        self._store = store
+        self._tokens = block_tokens
+
+    def read(self, group: Sequence[int], plans: Sequence[BlockPlan]) -> SourceBlocks:
+        """Read the source blocks of ``plans[i] for i in group``, all of one pair.
+
+        Positions come from the headers and must follow the order of the plans.
+        """
+        pair = plans[group[0]].pair
+        blocks = SourceBlocks()
+        if pair is None:
+            return blocks
+        pages = [KvPage.empty(pair.source_shape) for _ in group]
+        requests, staged = self._requests(pair, [plans[i] for i in group], pages)
+        answers = iter(self._store.read(requests))
+        for index, page in zip(group, pages, strict=True):
+            shards = [next(answers) for _ in plans[index].keys]
+            expected = None
+            if blocks.firsts:
+                expected = blocks.firsts[0] + (index - group[0]) * self._tokens
+            first, blocks.failure = self._first_token(pair, plans[index], shards, expected)
+            if blocks.failure is not None:
+                return blocks
+            _assemble(pair, plans[index], page, staged)
+            blocks.pages.append(page)
+            blocks.firsts.append(first)
+        return blocks
+
+    def _requests(
+        self, pair: Pair, plans: list[BlockPlan], pages: list[KvPage]
+    ) -> tuple[list[ReadRequest], dict[str, KvPage]]:
+        """A source held by one shard of exactly our heads is read in place, others are staged."""
+        requests, staged = [], {}
+        for plan, page in zip(plans, pages, strict=True):
+            for key, shard in zip(plan.keys, plan.shards, strict=True):
+                destination = page
+                if (shard.first_head, shard.last_head) != (pair.heads.start, pair.heads.stop):
+                    shape = block_shape(pair.source, shard, self._tokens, page.keys.dtype)
+                    destination = staged[key] = KvPage.empty(shape)
+                requests.append(ReadRequest(key, destination.segments()))
+        return requests, staged
+
+    def _first_token(
+        self, pair: Pair, plan: BlockPlan, reads: list[ReadResult], expected: int | None
+    ) -> tuple[int, BlockResult | None]:
+        firsts = set()
+        for shard, read in zip(plan.shards, reads, strict=True):
+            reason = read_failure(read.status)
+            shape = block_shape(pair.source, shard, self._tokens, pair.source_shape.dtype)
+            if reason is None and (read.header is None or not has_shape(read.header, shape)):
+                reason = Reason.SHAPE_MISMATCH
+            if reason is not None or read.header is None:
+                return 0, BlockResult(Outcome.MISSED, reason or Reason.STORE_ERROR)
+            firsts.add(read.header.first_token)
+        first = firsts.pop()
+        if first is None or firsts or first % self._tokens or expected not in (None, first):
+            return 0, BlockResult(Outcome.DECLINED, Reason.POSITION_UNKNOWN)
+        longest = pair.policy.max_prefix_tokens
+        if longest is not None and first + self._tokens > longest:
+            return 0, BlockResult(Outcome.DECLINED, Reason.MAX_PREFIX)
+        return first, None
+
+
+def _assemble(pair: Pair, plan: BlockPlan, page: KvPage, staged: dict[str, KvPage]) -> None:
+    for key, shard in zip(plan.keys, plan.shards, strict=True):
+        if key in staged:
+            into, heads = pair.shard_heads(shard)
+            part = staged[key]
+            page.keys[:, :, into] = part.keys[:, :, heads]
+            page.values[:, :, into] = part.values[:, :, heads]

@@ -1,0 +1,356 @@
+"""The tier of one running model: which blocks can be had, getting them, keeping new ones.
+
+::
+
+    find   hashes -> native | derived | convertible (from which sibling) | why not
+    read   native, derived:  store -> checksum -> the engine's page
+           convertible:      sibling's block -> strip RoPE, map, apply RoPE -> the engine's page,
+                             and in the background -> store, as derived
+    write  the engine's page -> store, as native; derived blocks of the same hash give way
+
+Nothing here raises into an engine: whatever goes wrong is a miss with a reason, and a counter.
+`find` decides from the store alone, so that all ranks of a tensor-parallel group reach the same
+verdict. All methods may be called from several threads at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvstore_xfer import metrics
+from kvstore_xfer.blocks.header import BlockHeader, Provenance
+from kvstore_xfer.blocks.key import NATIVE, UNPLACED, BlockKey
+from kvstore_xfer.blocks.page import KvPage, byte_view
+from kvstore_xfer.outcome import Outcome, Reason
+from kvstore_xfer.store.base import ReadRequest, WriteRequest, WriteStatus
+from kvstore_xfer.tier.background import BackgroundWriter
+from kvstore_xfer.tier.plan import BlockPlan, Planner
+from kvstore_xfer.tier.result import BlockResult, has_shape, read_failure
+from kvstore_xfer.tier.sources import SourceReader
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+
+    from kvstore_xfer.blocks.identity import Identity
+    from kvstore_xfer.blocks.key import Shard
+    from kvstore_xfer.blocks.page import KvShape
+    from kvstore_xfer.store.base import BlockStore
+    from kvstore_xfer.tier.pair import Pair
+
+_log = logging.getLogger(__name__)
+_GROUP_TOKENS = 1024  # converted together: large enough for the matrix units, small to pipeline
+_QUEUE_BLOCKS = 1024  # derived blocks waiting to be stored; beyond that they are dropped, counted
+
+
+class Tier:
+    """See the module docstring.
+
+    Parameters
+    ----------
+    store
+        Where blocks live; closed with the tier only when `owns_store`.
+    name
+        Short name of the target model, for metrics.
+    identity, shard
+        Whose blocks this engine's are, and which heads and layers this rank holds.
+    shape
+        Geometry of one block of this rank.
+    pairs
+        The siblings that may serve, in order of preference.
+    """
+
+    def __init__(
+        self,
+        store: BlockStore,
+        name: str,
+        identity: Identity,
+        shard: Shard,
+        shape: KvShape,
+        pairs: Sequence[Pair],
+        *,
+        owns_store: bool = False,
+    ) -> None:
+        self.name, self.identity, self.shape = name, identity, shape
+        self.pairs = tuple(pairs)
+        self._store = store
+        self._owns_store = owns_store
+        self._shard = str(shard)
+        self._planner = Planner(store, identity, self._shard, self.pairs)
+        self._sources = SourceReader(store, identity.block_tokens)
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="kvxfer-read-ahead")
+        self._writer = BackgroundWriter(_QUEUE_BLOCKS)
+
+    def find(self, hashes: Sequence[str], *, whole_prompt: bool = True) -> list[BlockPlan]:
+        """One plan per hash, in prefix order, from the store's index alone.
+
+        The leading plans whose outcome is served are what `read` can be asked for. With
+        `whole_prompt` the last hash ends the prompt, and the policy's minimum and hold-back apply;
+        an engine that reads in batches sets it False for a batch of an earlier `find`.
+        """
+        with self._timed("find"):
+            try:
+                return self._planner.plan(hashes, whole_prompt=whole_prompt)
+            except Exception:
+                self._failed("find")
+                return [BlockPlan(Outcome.MISSED, Reason.STORE_ERROR)] * len(hashes)
+
+    def read(self, plans: Sequence[BlockPlan], pages: Sequence[KvPage]) -> list[BlockResult]:
+        """Fill the engine's pages of the leading served plans; one result per plan.
+
+        The first block that fails ends the prefix: later ones are reported as missed after a gap.
+        """
+        with self._timed("read"):
+            try:
+                results = self._read(plans, pages)
+            except Exception:
+                self._failed("read")
+                results = [BlockResult(Outcome.MISSED, Reason.STORE_ERROR)] * len(plans)
+        results = _until_gap(results)
+        self._count(results)
+        return results
+
+    def write(
+        self, hashes: Sequence[str], pages: Sequence[KvPage], first_block: int | None
+    ) -> list[WriteStatus]:
+        """Store native blocks; the pages may be reused as soon as this returns.
+
+        `first_block` is the ordinal of the first page in its sequence, None when it is not
+        certain: such blocks are served natively and never converted.
+        """
+        with self._timed("write"):
+            try:
+                return self._write(hashes, pages, first_block)
+            except Exception:
+                self._failed("write")
+                return [WriteStatus.ERROR] * len(hashes)
+
+    def clear(self) -> int:
+        """Delete all blocks of this identity, native and derived; returns how many there were."""
+        keys = [row.key for row in self._store.scan(f"v1/{self.identity.digest}/{self._shard}/")]
+        return sum(self._store.delete(keys))
+
+    def flush(self) -> None:
+        """Return when all derived blocks of earlier reads are in the store."""
+        self._writer.drain()
+
+    def close(self) -> None:
+        """Store what is queued and stop the threads. Idempotent."""
+        self._writer.close()
+        self._ahead.shutdown()
+        if self._owns_store:
+            self._store.close()
+
+    def disable_conversion(self, reason: Reason) -> None:
+        """Turn all pairs off from now on; stored blocks of our own are served as before."""
+        self.pairs = tuple(
+            replace(pair, refusal=pair.refusal or reason, converter=None) for pair in self.pairs
+        )
+        self._planner = Planner(self._store, self.identity, self._shard, self.pairs)
+
+    # read
+
+    def _read(self, plans: Sequence[BlockPlan], pages: Sequence[KvPage]) -> list[BlockResult]:
+        results = [BlockResult(plan.outcome, plan.reason) for plan in plans]
+        leading = next((i for i, plan in enumerate(plans) if not plan.served), len(plans))
+        stored = [i for i in range(leading) if plans[i].pair is None]
+        for i, result in zip(stored, self._read_stored(stored, plans, pages), strict=True):
+            results[i] = result
+            if not result.served:
+                leading = min(leading, i)
+        convertible = [i for i in range(leading) if plans[i].pair is not None]
+        for i, result in self._convert(convertible, plans, pages):
+            results[i] = result
+        return results
+
+    def _read_stored(
+        self, indices: list[int], plans: Sequence[BlockPlan], pages: Sequence[KvPage]
+    ) -> list[BlockResult]:
+        """Native and derived blocks, straight into the engine's memory where its layout allows."""
+        staged = {i: KvPage.empty(self.shape) for i in indices if pages[i].segments() is None}
+        requests = [
+            ReadRequest(plans[i].keys[0], staged.get(i, pages[i]).segments()) for i in indices
+        ]
+        results = []
+        for i, read in zip(indices, self._store.read(requests), strict=True):
+            reason = read_failure(read.status)
+            if reason is None and (read.header is None or not has_shape(read.header, self.shape)):
+                reason = Reason.SHAPE_MISMATCH
+            if reason is not None:
+                results.append(BlockResult(Outcome.MISSED, reason))
+                continue
+            if i in staged:
+                pages[i].copy_from(staged[i])
+            results.append(BlockResult(plans[i].outcome))
+        return results
+
+    def _convert(
+        self, indices: list[int], plans: Sequence[BlockPlan], pages: Sequence[KvPage]
+    ) -> list[tuple[int, BlockResult]]:
+        """Convert in groups; the next group's source blocks are read while this one is mapped."""
+        groups = _groups(indices, plans, max(1, _GROUP_TOKENS // self.identity.block_tokens))
+        results: list[tuple[int, BlockResult]] = []
+        started = time.monotonic()
+        ahead = [self._ahead.submit(self._sources.read, g, plans) for g in groups[:1]]
+        for number, group in enumerate(groups):
+            pair = plans[group[0]].pair
+            if pair is None or pair.converter is None:
+                break
+            read = ahead.pop().result()
+            ahead += [
+                self._ahead.submit(self._sources.read, g, plans)
+                for g in groups[number + 1 : number + 2]
+            ]
+            if time.monotonic() - started > pair.policy.budget_seconds:
+                results += [(i, BlockResult(Outcome.DECLINED, Reason.BUDGET)) for i in group]
+                break
+            results += self._convert_group(pair, group, read.firsts, read.pages, plans, pages)
+            if read.failure is not None:
+                failed = group[len(read.pages)]
+                results.append((failed, read.failure))
+                break
+            if not results[-1][1].served:
+                break
+        for future in ahead:
+            future.cancel()
+        return _complete(results, indices)
+
+    def _convert_group(
+        self,
+        pair: Pair,
+        group: list[int],
+        firsts: list[int],
+        sources: list[KvPage],
+        plans: Sequence[BlockPlan],
+        pages: Sequence[KvPage],
+    ) -> list[tuple[int, BlockResult]]:
+        if not sources or pair.converter is None:
+            return []
+        members = group[: len(sources)]
+        targets = [KvPage.empty(self.shape) for _ in members]
+        try:
+            with self._timed("convert"):
+                pair.converter.convert(sources, firsts, targets)
+        except Exception:
+            self._failed("convert")
+            return [(i, BlockResult(Outcome.DECLINED, Reason.CONVERSION_ERROR)) for i in members]
+        for i, first, target in zip(members, firsts, targets, strict=True):
+            pages[i].copy_from(target)
+            job = partial(self._store_derived, pair, plans[i].chain_hash, first, target)
+            if not self._writer.submit(job):
+                self._wrote("derived", "dropped")
+        return [(i, BlockResult(Outcome.CONVERTED)) for i in members]
+
+    # write
+
+    def _write(
+        self, hashes: Sequence[str], pages: Sequence[KvPage], first_block: int | None
+    ) -> list[WriteStatus]:
+        kind = UNPLACED if first_block is None else NATIVE
+        tokens = self.identity.block_tokens
+        requests = []
+        for number, (chain_hash, page) in enumerate(zip(hashes, pages, strict=True)):
+            first = None if first_block is None else (first_block + number) * tokens
+            requests.append(self._request(self._key(kind, chain_hash), page, first))
+        statuses = self._store.write(requests)
+        for status in statuses:
+            self._wrote(kind, status.value)
+        kept = [
+            chain_hash
+            for chain_hash, status in zip(hashes, statuses, strict=True)
+            if status in (WriteStatus.STORED, WriteStatus.EXISTS)
+        ]
+        derived = [self._key(pair.derived_kind, name) for pair in self.pairs for name in kept]
+        stale = [
+            key for key, there in zip(derived, self._store.exists(derived), strict=True) if there
+        ]
+        if stale:
+            self._store.delete(stale)
+        return statuses
+
+    def _store_derived(self, pair: Pair, chain_hash: str, first: int, page: KvPage) -> None:
+        if self._store.exists([self._key(NATIVE, chain_hash)])[0]:
+            return
+        provenance = Provenance(pair.identity.digest, pair.mapper.digest)
+        key = self._key(pair.derived_kind, chain_hash)
+        status = self._store.write([self._request(key, page, first, provenance)])[0]
+        self._wrote("derived", status.value)
+
+    def _request(
+        self, key: str, page: KvPage, first: int | None, provenance: Provenance | None = None
+    ) -> WriteRequest:
+        shape = self.shape
+        header = BlockHeader(
+            key=key,
+            payload_bytes=shape.payload_bytes,
+            tokens=shape.tokens,
+            layers=shape.layers,
+            heads=shape.heads,
+            key_dim=shape.key_dim,
+            value_dim=shape.value_dim,
+            dtype=str(shape.dtype).removeprefix("torch."),
+            first_token=first,
+            provenance=provenance,
+        )
+        runs = page.segments()
+        if runs is None:
+            runs = [byte_view(part.cpu().contiguous()) for part in (page.keys, page.values)]
+        return WriteRequest(header, runs)
+
+    def _key(self, kind: str, chain_hash: str) -> str:
+        return str(BlockKey(self.identity.digest, self._shard, kind, chain_hash))
+
+    # bookkeeping
+
+    def _timed(self, stage: str) -> AbstractContextManager[object]:
+        timer: AbstractContextManager[object] = metrics.STAGE_SECONDS.labels(
+            self.name, stage
+        ).time()
+        return timer
+
+    def _count(self, results: Sequence[BlockResult]) -> None:
+        tokens = self.identity.block_tokens
+        for result in results:
+            outcome = result.outcome.value
+            metrics.LOOKUP_BLOCKS.labels(self.name, outcome, result.reason.value).inc()
+            metrics.LOOKUP_TOKENS.labels(self.name, outcome).inc(tokens)
+
+    def _wrote(self, kind: str, status: str) -> None:
+        metrics.WRITTEN_BLOCKS.labels(self.name, kind, status).inc()
+
+    def _failed(self, call: str) -> None:
+        metrics.ERRORS.labels(self.name, call).inc()
+        _log.exception("%s failed; answered as a miss", call)
+
+
+def _until_gap(results: list[BlockResult]) -> list[BlockResult]:
+    """After the first block that was not served, nothing can be used."""
+    end = next((i for i, result in enumerate(results) if not result.served), len(results))
+    gap = BlockResult(Outcome.MISSED, Reason.AFTER_GAP)
+    return [r if i <= end or not r.served else gap for i, r in enumerate(results)]
+
+
+def _complete(
+    results: list[tuple[int, BlockResult]], indices: list[int]
+) -> list[tuple[int, BlockResult]]:
+    """Blocks that were not come to, because an earlier one failed, are after a gap."""
+    known = {i for i, _ in results}
+    gap = BlockResult(Outcome.MISSED, Reason.AFTER_GAP)
+    return results + [(i, gap) for i in indices if i not in known]
+
+
+def _groups(indices: list[int], plans: Sequence[BlockPlan], size: int) -> list[list[int]]:
+    """Runs of blocks of one pair, at most `size` long."""
+    groups: list[list[int]] = []
+    for i in indices:
+        same = groups and plans[groups[-1][0]].pair is plans[i].pair
+        if same and len(groups[-1]) < size:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
