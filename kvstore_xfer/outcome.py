@@ -1,4 +1,4 @@
-"""What happened to each block of a lookup, and why: the data path returns these, it never raises."""
+"""What happened to each block of a lookup, and why: the data path returns these, never raises."""
 
 from __future__ import annotations
 

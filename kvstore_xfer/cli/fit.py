@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvxfer_transformers.model import load_model
 
@@ -98,7 +98,10 @@ def _require_writable(out: Path) -> None:
 
 
 def _as_json(artifact: Artifact) -> str:
-    facts = {"mapper_digest": artifact.mapper.digest, "method": artifact.mapper.method.value}
+    facts: dict[str, Any] = {
+        "mapper_digest": artifact.mapper.digest,
+        "method": artifact.mapper.method.value,
+    }
     facts |= {"parameters": artifact.mapper.parameters, **artifact.fit}
     return json.dumps(facts, indent=2) + "\n"
 

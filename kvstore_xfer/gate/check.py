@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvstore_xfer.errors import ModelError, TextError
 from kvstore_xfer.fit.text import sequences_digest
@@ -14,7 +14,6 @@ from kvstore_xfer.mapper.convert import TorchConverter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from typing import Any
 
     from kvstore_xfer.fit.text import TokenSequence
     from kvstore_xfer.mapper.artifact import Artifact
@@ -42,7 +41,7 @@ def check(
     _require_models(mapper, source, target)
     unseen = _unseen(artifact, passages)
     dtype = str(target.dtype).removeprefix("torch.")
-    about = {**subject(mapper, dtype), "thresholds": asdict(limits)}
+    about: dict[str, Any] = {**subject(mapper, dtype), "thresholds": asdict(limits)}
     documents = len({passage.document for passage in unseen})
     size: dict[str, Any] = {
         "text_digest": sequences_digest(unseen),

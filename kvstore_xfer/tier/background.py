@@ -11,7 +11,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _log = logging.getLogger(__name__)
-_STOP = object()
+
+
+def _run(job: Callable[[], None]) -> None:
+    try:
+        job()
+    except Exception:  # noqa: BLE001 - one failed write must not end the thread
+        _log.exception("a queued write failed")
 
 
 class BackgroundWriter:
@@ -21,7 +27,7 @@ class BackgroundWriter:
     """
 
     def __init__(self, capacity: int) -> None:
-        self._queue: queue.Queue[object] = queue.Queue(capacity)
+        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(capacity)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, name="kvxfer-writer", daemon=True)
         self._thread.start()
@@ -47,12 +53,9 @@ class BackgroundWriter:
         """Refuse new jobs, finish the queued ones, stop the thread. Idempotent."""
         if not self._closed.is_set():
             self._closed.set()
-            self._queue.put(_STOP)
+            self._queue.put(None)
             self._thread.join()
 
     def _work(self) -> None:
-        while (job := self._queue.get()) is not _STOP:
-            try:
-                job()  # type: ignore[operator]
-            except Exception:
-                _log.exception("a queued write failed")
+        while (job := self._queue.get()) is not None:
+            _run(job)

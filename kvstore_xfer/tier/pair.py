@@ -1,4 +1,4 @@
-"""One ordered pair as the tier of the target uses it: its mapper, gate, policy and source blocks."""
+"""One ordered pair as the target's tier uses it: mapper, gate, policy and source blocks."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Planner:
 
     def plan(self, hashes: Sequence[str], *, whole_prompt: bool) -> list[BlockPlan]:
         plans: dict[str, BlockPlan] = {}
-        self._add_present(plans, hashes, NATIVE, Outcome.NATIVE)
+        self._add_present(plans, list(hashes), NATIVE, Outcome.NATIVE)
         self._add_present(plans, _rest(hashes, plans), UNPLACED, Outcome.NATIVE)
         for pair in self._pairs:
             if pair.refusal is None:

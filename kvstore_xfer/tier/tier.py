@@ -96,7 +96,7 @@ class Tier:
         with self._timed("find"):
             try:
                 return self._planner.plan(hashes, whole_prompt=whole_prompt)
-            except Exception:
+            except Exception:  # noqa: BLE001 - nothing may raise into an engine
                 self._failed("find")
                 return [BlockPlan(Outcome.MISSED, Reason.STORE_ERROR)] * len(hashes)
 
@@ -108,7 +108,7 @@ class Tier:
         with self._timed("read"):
             try:
                 results = self._read(plans, pages)
-            except Exception:
+            except Exception:  # noqa: BLE001 - nothing may raise into an engine
                 self._failed("read")
                 results = [BlockResult(Outcome.MISSED, Reason.STORE_ERROR)] * len(plans)
         results = _until_gap(results)
@@ -126,7 +126,7 @@ class Tier:
         with self._timed("write"):
             try:
                 return self._write(hashes, pages, first_block)
-            except Exception:
+            except Exception:  # noqa: BLE001 - nothing may raise into an engine
                 self._failed("write")
                 return [WriteStatus.ERROR] * len(hashes)
 
@@ -236,7 +236,7 @@ class Tier:
         try:
             with self._timed("convert"):
                 pair.converter.convert(sources, firsts, targets)
-        except Exception:
+        except Exception:  # noqa: BLE001 - nothing may raise into an engine
             self._failed("convert")
             return [(i, BlockResult(Outcome.DECLINED, Reason.CONVERSION_ERROR)) for i in members]
         for i, first, target in zip(members, firsts, targets, strict=True):
