@@ -11,13 +11,14 @@ from __future__ import annotations
 import re
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvstore_xfer.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
+    from importlib.metadata import EntryPoint
 
     from kvstore_xfer.store.base import BlockStore
 
@@ -34,17 +35,33 @@ def open_store(url: str, *, base: Path | None = None) -> BlockStore:
 
     Raises ConfigError for a wrong URL, StoreError when the store cannot be used.
     """
+    plugin = _plugin(url)
+    if plugin is None:
+        from kvstore_xfer.store.local.store import LocalStore
+
+        return LocalStore(**_local_options(url, base))
+    factory: Callable[[str], BlockStore] = plugin.load()
+    return factory(url)
+
+
+def check_url(url: str) -> None:
+    """Raises ConfigError for a wrong URL, as `open_store` would, without opening anything."""
+    if _plugin(url) is None:
+        _local_options(url, None)
+
+
+def _plugin(url: str) -> EntryPoint | None:
+    """The entry point of the URL's scheme, None for the built-in `local`."""
     scheme, colon, _ = url.partition(":")
     if not colon:
         raise ConfigError(f"store {url!r}: not a URL; write local:///absolute/folder")
     if scheme == "local":
-        return _open_local(url, base or Path.cwd())
+        return None
     plugins = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
     if scheme not in plugins:
         known = ", ".join(sorted({"local", *plugins}))
         raise ConfigError(f"store {url!r}: unknown scheme {scheme!r}; known: {known}")
-    factory: Callable[[str], BlockStore] = plugins[scheme].load()
-    return factory(url)
+    return plugins[scheme]
 
 
 def query_parameters(url: str, allowed: Collection[str]) -> dict[str, str]:
@@ -69,23 +86,20 @@ def parse_size(text: str) -> int:
     return int(match[1]) * _UNITS[match[2]]
 
 
-def _open_local(url: str, base: Path) -> BlockStore:
-    from kvstore_xfer.store.local.store import (
-        DEFAULT_MAX_BYTES,
-        DEFAULT_MIN_FREE_BYTES,
-        LocalStore,
-    )
+def _local_options(url: str, base: Path | None) -> dict[str, Any]:
+    """Arguments of `LocalStore`."""
+    from kvstore_xfer.store.local.store import DEFAULT_MAX_BYTES, DEFAULT_MIN_FREE_BYTES
 
     parts = urlsplit(url)
     path = unquote(parts.path)
     if parts.netloc or parts.fragment or not path or "\0" in path:
         raise ConfigError(f"store {url!r}: expected local:///absolute/folder")
     parameters = query_parameters(url, ("max_size", "min_free"))
-    return LocalStore(
-        base / path,
-        max_bytes=_size(url, parameters, "max_size", DEFAULT_MAX_BYTES),
-        min_free_bytes=_size(url, parameters, "min_free", DEFAULT_MIN_FREE_BYTES),
-    )
+    return {
+        "root": (base or Path.cwd()) / path,
+        "max_bytes": _size(url, parameters, "max_size", DEFAULT_MAX_BYTES),
+        "min_free_bytes": _size(url, parameters, "min_free", DEFAULT_MIN_FREE_BYTES),
+    }
 
 
 def _size(url: str, parameters: dict[str, str], name: str, default: int) -> int:
