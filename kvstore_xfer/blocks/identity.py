@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from kvstore_xfer.blocks.header import BlockHeader
@@ -26,9 +27,11 @@ LAYOUT_VERSION = 1
 class Identity:
     """Digest input. `weights` and `tokenizer` are the digests of a `ModelDescription`.
 
-    `adapter` and `kv_scales` are digests too, empty when there are none; `hash_scheme` names how
-    the engine hashes tokens into page hashes; `block_tokens` is its page or chunk size. `variant`
-    names whatever else changes the cache (weights updated in place, altered configs).
+    `model` is its fingerprint, so that a model that is run with another RoPE or attention than its
+    files say is somebody else although its weights are the same. `adapter` and `kv_scales` are
+    digests too, empty when there are none; `hash_scheme` names how the engine hashes tokens into
+    page hashes; `block_tokens` is its page or chunk size. `variant` names whatever else changes the
+    cache (weights updated in place).
     """
 
     weights: str
@@ -39,9 +42,10 @@ class Identity:
     adapter: str = ""
     kv_scales: str = ""
     variant: str = ""
+    model: str = ""
     layout_version: int = LAYOUT_VERSION
 
-    @property
+    @cached_property
     def digest(self) -> str:
         text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -62,6 +66,7 @@ def identity_of(
         block_tokens=block_tokens,
         hash_scheme=hash_scheme,
         variant=variant,
+        model=model.fingerprint(),
     )
 
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _log = logging.getLogger(__name__)
+_POLL_SECONDS = 0.05
 
 
 def _run(job: Callable[[], None]) -> None:
@@ -45,17 +46,27 @@ class BackgroundWriter:
     def drain(self) -> None:
         """Return when everything queued before this call is done."""
         done = threading.Event()
-        if self._thread.is_alive():
-            self._queue.put(done.set)
-            done.wait()
+        while not self._closed.is_set():
+            try:
+                self._queue.put(done.set, timeout=_POLL_SECONDS)
+            except queue.Full:
+                continue
+            break
+        # The thread may end before it comes to our job, when another thread closes meanwhile.
+        while self._thread.is_alive() and not done.wait(_POLL_SECONDS):
+            pass
 
     def close(self) -> None:
         """Refuse new jobs, finish the queued ones, stop the thread. Idempotent."""
         if not self._closed.is_set():
             self._closed.set()
             self._queue.put(None)
-            self._thread.join()
+        self._thread.join()
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
             _run(job)
+        while not self._queue.empty():  # submitted by another thread while we were being closed
+            late = self._queue.get()
+            if late is not None:
+                _run(late)

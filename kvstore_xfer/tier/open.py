@@ -23,7 +23,7 @@ from kvstore_xfer.mapper.artifact import load
 from kvstore_xfer.mapper.convert import TorchConverter
 from kvstore_xfer.store.base import ReadRequest, ReadStatus, WriteRequest, WriteStatus
 from kvstore_xfer.store.url import open_store
-from kvstore_xfer.tier.pair import Pair, make_pair
+from kvstore_xfer.tier.pair import Pair, layouts_of, make_pair
 from kvstore_xfer.tier.policy import direction_of
 from kvstore_xfer.tier.tier import Tier
 
@@ -114,6 +114,7 @@ def open_tier(
         engine.own_shard,
         engine.block_shape,
         pairs,
+        layout=engine.layout or (),
         owns_store=store is None,
     )
 
@@ -128,7 +129,7 @@ def announce(store: BlockStore, engine: Engine) -> None:
     known = store.read([ReadRequest(IdentityRecord.key(identity.digest))])[0]
     layouts: tuple[tuple[Shard, ...], ...] = ()
     if known.status is ReadStatus.OK and known.payload is not None:
-        layouts = IdentityRecord.decode(known.payload).layouts
+        layouts = layouts_of(known.payload)
     if layout in layouts:
         return
     record = IdentityRecord(identity, engine.model, (*layouts, layout))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvstore_xfer.blocks.identity import IdentityRecord, block_shape, identity_of, whole_shard
 from kvstore_xfer.blocks.key import Shard, derived_kind
+from kvstore_xfer.errors import ArtifactError
 from kvstore_xfer.gate.record import GateRecord, refusal
 from kvstore_xfer.mapper.maps import Mapper, Method
 from kvstore_xfer.outcome import Reason
@@ -24,6 +25,15 @@ if TYPE_CHECKING:
     from kvstore_xfer.models.description import ModelDescription
     from kvstore_xfer.store.base import BlockStore
     from kvstore_xfer.tier.policy import Direction, Policy
+
+
+@dataclass(frozen=True)
+class SourceLayout:
+    """Shards of one layout of the source: those to `read` for this rank's heads, and those of all
+    heads, which must be `present`: another rank needs them, and all ranks must say the same."""
+
+    read: tuple[Shard, ...]
+    present: tuple[Shard, ...]
 
 
 @dataclass(frozen=True)
@@ -49,17 +59,24 @@ class Pair:
     def derived_kind(self) -> str:
         return derived_kind(self.mapper.digest)
 
-    def source_layouts(self, store: BlockStore) -> list[tuple[Shard, ...]]:
-        """For each layout the source is served in: the shards that together hold `heads`.
+    def source_layouts(self, store: BlockStore) -> list[SourceLayout]:
+        """For each complete layout the source is served in: which shards hold what.
 
         Read from the store at every lookup, so that all ranks decide from the same facts.
         """
         result = store.read([ReadRequest(IdentityRecord.key(self.identity.digest))])[0]
         layouts: tuple[tuple[Shard, ...], ...] = ((whole_shard(self.source),),)
         if result.status is ReadStatus.OK and result.payload is not None:
-            layouts = IdentityRecord.decode(result.payload).layouts
-        covers = (_covering(layout, self.heads, self.source.layers) for layout in layouts)
-        return [cover for cover in covers if cover]
+            layouts = layouts_of(result.payload)
+        everything = range(self.source.kv_heads)
+        covers = (
+            SourceLayout(
+                _covering(layout, self.heads, self.source.layers),
+                _covering(layout, everything, self.source.layers),
+            )
+            for layout in layouts
+        )
+        return [cover for cover in covers if cover.read and cover.present]
 
     def shard_heads(self, shard: Shard) -> tuple[slice, slice]:
         """Heads of a source page that a stored shard fills, and which of the shard's those are."""
@@ -82,15 +99,15 @@ def make_pair(
     whole = artifact.mapper
     dtype_name = target_identity.kv_dtype
     record = artifact.gate.get(dtype_name)
-    gate = None if record is None else GateRecord.from_json(record)
-    reason = refusal(gate, whole, target)
-    if reason is Reason.GATE_MISSING and artifact.gate:
-        reason = Reason.GATE_DTYPE
+    gate = None if record is None else _gate_record(record)
+    reason = _refusal(artifact, gate, target, target_identity)
     if not policy.enabled:
         reason = Reason.DISABLED
     if reason is None and (shard.first_layer, shard.last_layer) != (0, target.layers):
         reason = Reason.UNSUPPORTED
-    mapper, heads = _narrow(whole, shard)
+    # A refused mapper may be of another geometry than the shard; it is kept whole.
+    everything = (whole, range(whole.source.kv_heads))
+    mapper, heads = _narrow(whole, shard) if reason is None else everything
     identity = identity_of(
         whole.source, dtype_name, target_identity.block_tokens, target_identity.hash_scheme
     )
@@ -108,6 +125,36 @@ def make_pair(
         gate=gate,
         converter=make_converter(mapper, dtype) if reason is None else None,
     )
+
+
+def _refusal(
+    artifact: Artifact, gate: GateRecord | None, target: ModelDescription, identity: Identity
+) -> Reason | None:
+    """Why the artifact must not serve a target that runs as `identity`, apart from policy."""
+    reason = refusal(gate, artifact.mapper, target)
+    if reason is Reason.GATE_MISSING and artifact.gate:
+        return Reason.GATE_DTYPE
+    if gate is not None and gate.dtype != identity.kv_dtype:
+        return Reason.GATE_DTYPE
+    measured = identity_of(target, identity.kv_dtype, identity.block_tokens, identity.hash_scheme)
+    if reason is None and identity != measured:
+        return Reason.FINGERPRINT  # adapter, scales or weights that no gate has seen
+    return reason
+
+
+def _gate_record(stored: dict[str, Any]) -> GateRecord:
+    try:
+        return GateRecord.from_json(stored)
+    except TypeError as error:
+        raise ArtifactError(f"mapper: gate record: {error}; run 'kvxfer check' again") from None
+
+
+def layouts_of(payload: bytes) -> tuple[tuple[Shard, ...], ...]:
+    """The layouts of an identity record; none when it cannot be read: unknown means no."""
+    try:
+        return IdentityRecord.decode(payload).layouts
+    except (KeyError, TypeError, ValueError):
+        return ()
 
 
 def _narrow(mapper: Mapper, shard: Shard) -> tuple[Mapper, range]:

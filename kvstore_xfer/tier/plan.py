@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore_xfer.blocks.key import NATIVE, UNPLACED, BlockKey
@@ -38,14 +38,24 @@ class BlockPlan:
 
 
 class Planner:
-    """Decides from the store's index alone; holds no state between calls."""
+    """Decides from the store's index alone; holds no state between calls.
+
+    A block counts as present when all ranks of `shards` have theirs, `shard` is this rank's: ranks
+    that looked only at their own blocks would disagree after an eviction.
+    """
 
     def __init__(
-        self, store: BlockStore, identity: Identity, shard: str, pairs: Sequence[Pair]
+        self,
+        store: BlockStore,
+        identity: Identity,
+        shard: str,
+        pairs: Sequence[Pair],
+        shards: Sequence[str] = (),
     ) -> None:
         self._store = store
         self._identity = identity
         self._shard = shard
+        self._shards = tuple(shards) or (shard,)
         self._pairs = pairs
 
     def plan(self, hashes: Sequence[str], *, whole_prompt: bool) -> list[BlockPlan]:
@@ -56,10 +66,12 @@ class Planner:
             if pair.refusal is None:
                 rest = _rest(hashes, plans)
                 self._add_present(plans, rest, pair.derived_kind, Outcome.DERIVED)
-        for pair in self._pairs:
+        # Refused siblings last: one that must not serve does not hide one that may.
+        for pair in sorted(self._pairs, key=lambda pair: pair.refusal is not None):
             self._add_convertible(plans, _rest(hashes, plans), pair)
-        absent = BlockPlan(Outcome.MISSED, Reason.ABSENT)
-        ordered = [replace(plans.get(name, absent), chain_hash=name) for name in hashes]
+        ordered = [
+            plans.get(name) or BlockPlan(Outcome.MISSED, Reason.ABSENT, name) for name in hashes
+        ]
         if whole_prompt:
             ordered = self._hold_back(ordered)
         return self._apply_limits(_after_gap(ordered), whole_prompt=whole_prompt)
@@ -67,27 +79,38 @@ class Planner:
     def _add_present(
         self, plans: dict[str, BlockPlan], hashes: list[str], kind: str, outcome: Outcome
     ) -> None:
-        keys = [str(BlockKey(self._identity.digest, self._shard, kind, name)) for name in hashes]
-        for name, key, there in zip(hashes, keys, self._store.exists(keys), strict=True):
-            if there:
-                plans[name] = BlockPlan(outcome, keys=(key,))
+        if not hashes:
+            return
+        for name in self._all_present(hashes, self._identity.digest, self._shards, kind):
+            key = str(BlockKey(self._identity.digest, self._shard, kind, name))
+            plans[name] = BlockPlan(outcome, chain_hash=name, keys=(key,))
 
     def _add_convertible(self, plans: dict[str, BlockPlan], hashes: list[str], pair: Pair) -> None:
         """Blocks that the sibling has natively and in a certain position; never derived ones."""
         if not hashes:
             return
-        for shards in pair.source_layouts(self._store):
+        for layout in pair.source_layouts(self._store):
             rest = _rest(hashes, plans)
-            keys = [
-                str(BlockKey(pair.identity.digest, str(shard), NATIVE, name))
-                for name in rest
-                for shard in shards
-            ]
-            there = self._store.exists(keys)
-            for number, name in enumerate(rest):
-                part = slice(number * len(shards), (number + 1) * len(shards))
-                if all(there[part]):
-                    plans[name] = _convertible(pair, tuple(keys[part]), shards)
+            names = [str(shard) for shard in layout.present]
+            there = self._all_present(rest, pair.identity.digest, names, NATIVE)
+            for name in there:
+                keys = tuple(
+                    str(BlockKey(pair.identity.digest, str(shard), NATIVE, name))
+                    for shard in layout.read
+                )
+                plans[name] = _convertible(pair, name, keys, layout.read)
+
+    def _all_present(
+        self, hashes: Sequence[str], identity: str, shards: Sequence[str], kind: str
+    ) -> list[str]:
+        """The hashes that every one of the shards has."""
+        keys = [str(BlockKey(identity, shard, kind, name)) for name in hashes for shard in shards]
+        there, width = self._store.exists(keys), len(shards)
+        return [
+            name
+            for number, name in enumerate(hashes)
+            if all(there[number * width : (number + 1) * width])
+        ]
 
     def _hold_back(self, plans: list[BlockPlan]) -> list[BlockPlan]:
         """The newest tokens of a prompt are computed by the target, not mapped."""
@@ -123,10 +146,12 @@ class Planner:
         return _after_gap(plans)
 
 
-def _convertible(pair: Pair, keys: tuple[str, ...], shards: tuple[Shard, ...]) -> BlockPlan:
+def _convertible(
+    pair: Pair, chain_hash: str, keys: tuple[str, ...], shards: tuple[Shard, ...]
+) -> BlockPlan:
     if pair.refusal is not None:
-        return BlockPlan(Outcome.DECLINED, pair.refusal)
-    return BlockPlan(Outcome.CONVERTED, keys=keys, shards=shards, pair=pair)
+        return BlockPlan(Outcome.DECLINED, pair.refusal, chain_hash)
+    return BlockPlan(Outcome.CONVERTED, Reason.NONE, chain_hash, keys, shards, pair)
 
 
 def _pays(pair: Pair, tokens: int) -> bool:
@@ -134,6 +159,25 @@ def _pays(pair: Pair, tokens: int) -> bool:
     return gate is not None and pair.policy.pays(
         tokens, gate.prefill_tokens_per_second, gate.conversion_tokens_per_second
     )
+
+
+def still_allowed(plans: Sequence[BlockPlan], pairs: Sequence[Pair]) -> list[BlockPlan]:
+    """The plans, with those declined whose pair has been turned off since they were made."""
+    allowed = {pair.derived_kind: pair for pair in pairs if pair.refusal is None}
+    refused = {pair.derived_kind: pair.refusal for pair in pairs}
+
+    def check(plan: BlockPlan) -> BlockPlan:
+        if plan.pair is not None:
+            kind = plan.pair.derived_kind
+        elif plan.outcome is Outcome.DERIVED:
+            kind = BlockKey.parse(plan.keys[0]).kind
+        else:
+            return plan
+        if kind in allowed:
+            return plan
+        return _declined(plan, refused.get(kind) or Reason.DISABLED)
+
+    return [check(plan) for plan in plans]
 
 
 def _declined(plan: BlockPlan, reason: Reason) -> BlockPlan:

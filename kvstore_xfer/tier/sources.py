@@ -21,11 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class SourceBlocks:
-    """The leading blocks of a group that can be converted, and why the next one cannot."""
+    """The leading blocks of a group that can be converted, and why the next one cannot.
+
+    `origin` is the position that the headers give the first token of the first plan.
+    """
 
     pages: list[KvPage] = field(default_factory=list)
     firsts: list[int] = field(default_factory=list)
     failure: BlockResult | None = None
+    origin: int | None = None
 
 
 class SourceReader:
@@ -35,13 +39,16 @@ class SourceReader:
         self._store = store
         self._tokens = block_tokens
 
-    def read(self, group: Sequence[int], plans: Sequence[BlockPlan]) -> SourceBlocks:
+    def read(
+        self, group: Sequence[int], plans: Sequence[BlockPlan], origin: int | None = None
+    ) -> SourceBlocks:
         """Read the source blocks of ``plans[i] for i in group``, all of one pair.
 
-        Positions come from the headers and must follow the order of the plans.
+        Positions come from the headers and must follow the order of the plans; `origin` is that of
+        an earlier group.
         """
         pair = plans[group[0]].pair
-        blocks = SourceBlocks()
+        blocks = SourceBlocks(origin=origin)
         if pair is None:
             return blocks
         pages = [KvPage.empty(pair.source_shape) for _ in group]
@@ -49,12 +56,12 @@ class SourceReader:
         answers = iter(self._store.read(requests))
         for index, page in zip(group, pages, strict=True):
             shards = [next(answers) for _ in plans[index].keys]
-            expected = None
-            if blocks.firsts:
-                expected = blocks.firsts[0] + (index - group[0]) * self._tokens
-            first, blocks.failure = self._first_token(pair, plans[index], shards, expected)
+            first, blocks.failure = self._first_token(pair, plans[index], shards)
+            if blocks.failure is None and not self._follows(blocks, first - index * self._tokens):
+                blocks.failure = BlockResult(Outcome.DECLINED, Reason.POSITION_UNKNOWN)
             if blocks.failure is not None:
                 return blocks
+            blocks.origin = first - index * self._tokens
             _assemble(pair, plans[index], page, staged)
             blocks.pages.append(page)
             blocks.firsts.append(first)
@@ -74,8 +81,13 @@ class SourceReader:
                 requests.append(ReadRequest(key, destination.segments()))
         return requests, staged
 
+    @staticmethod
+    def _follows(blocks: SourceBlocks, origin: int) -> bool:
+        """A prefix does not begin before position 0, and all its blocks agree where it begins."""
+        return origin >= 0 and blocks.origin in (None, origin)
+
     def _first_token(
-        self, pair: Pair, plan: BlockPlan, reads: list[ReadResult], expected: int | None
+        self, pair: Pair, plan: BlockPlan, reads: list[ReadResult]
     ) -> tuple[int, BlockResult | None]:
         firsts = set()
         for shard, read in zip(plan.shards, reads, strict=True):
@@ -87,7 +99,7 @@ class SourceReader:
                 return 0, BlockResult(Outcome.MISSED, reason or Reason.STORE_ERROR)
             firsts.add(read.header.first_token)
         first = firsts.pop()
-        if first is None or firsts or first % self._tokens or expected not in (None, first):
+        if first is None or firsts or first % self._tokens:
             return 0, BlockResult(Outcome.DECLINED, Reason.POSITION_UNKNOWN)
         longest = pair.policy.max_prefix_tokens
         if longest is not None and first + self._tokens > longest:

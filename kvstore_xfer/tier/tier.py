@@ -16,22 +16,24 @@ verdict. All methods may be called from several threads at once.
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from kvstore_xfer import metrics
 from kvstore_xfer.blocks.header import BlockHeader, Provenance
-from kvstore_xfer.blocks.key import NATIVE, UNPLACED, BlockKey
+from kvstore_xfer.blocks.key import FORMAT, NATIVE, UNPLACED, BlockKey
 from kvstore_xfer.blocks.page import KvPage, byte_view
 from kvstore_xfer.outcome import Outcome, Reason
 from kvstore_xfer.store.base import ReadRequest, WriteRequest, WriteStatus
 from kvstore_xfer.tier.background import BackgroundWriter
-from kvstore_xfer.tier.plan import BlockPlan, Planner
+from kvstore_xfer.tier.plan import BlockPlan, Planner, still_allowed
 from kvstore_xfer.tier.result import BlockResult, has_shape, read_failure
-from kvstore_xfer.tier.sources import SourceReader
+from kvstore_xfer.tier.sources import SourceBlocks, SourceReader
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _GROUP_TOKENS = 1024  # converted together: large enough for the matrix units, small to pipeline
 _QUEUE_BLOCKS = 1024  # derived blocks waiting to be stored; beyond that they are dropped, counted
+_QUEUE_BYTES = 1 << 30  # together; a block of 256 tokens of a large model takes 64 MiB
+_QUEUE_BLOCKS_AT_LEAST = 4
 
 
 class Tier:
@@ -63,6 +67,8 @@ class Tier:
         Geometry of one block of this rank.
     pairs
         The siblings that may serve, in order of preference.
+    layout
+        The shards of all ranks of this engine; a block that one of them lacks is not found.
     """
 
     def __init__(
@@ -74,6 +80,7 @@ class Tier:
         shape: KvShape,
         pairs: Sequence[Pair],
         *,
+        layout: Sequence[Shard] = (),
         owns_store: bool = False,
     ) -> None:
         self.name, self.identity, self.shape = name, identity, shape
@@ -81,10 +88,12 @@ class Tier:
         self._store = store
         self._owns_store = owns_store
         self._shard = str(shard)
-        self._planner = Planner(store, identity, self._shard, self.pairs)
+        self._shards = tuple(dict.fromkeys(str(part) for part in layout))
+        self._planner = self._make_planner()
         self._sources = SourceReader(store, identity.block_tokens)
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="kvxfer-read-ahead")
-        self._writer = BackgroundWriter(_QUEUE_BLOCKS)
+        fitting = _QUEUE_BYTES // max(1, shape.payload_bytes)
+        self._writer = BackgroundWriter(max(_QUEUE_BLOCKS_AT_LEAST, min(_QUEUE_BLOCKS, fitting)))
 
     def find(self, hashes: Sequence[str], *, whole_prompt: bool = True) -> list[BlockPlan]:
         """One plan per hash, in prefix order, from the store's index alone.
@@ -131,9 +140,18 @@ class Tier:
                 return [WriteStatus.ERROR] * len(hashes)
 
     def clear(self) -> int:
-        """Delete all blocks of this identity, native and derived; returns how many there were."""
-        keys = [row.key for row in self._store.scan(f"v1/{self.identity.digest}/{self._shard}/")]
-        return sum(self._store.delete(keys))
+        """Delete this rank's blocks, native and derived, queued ones too; returns how many.
+
+        What could not be deleted is counted as an error, and found again.
+        """
+        self._writer.drain()
+        try:
+            prefix = f"{FORMAT}/{self.identity.digest}/{self._shard}/"
+            keys = [row.key for row in self._store.scan(prefix)]
+            return sum(self._store.delete(keys))
+        except Exception:  # noqa: BLE001 - nothing may raise into an engine
+            self._failed("clear")
+            return 0
 
     def flush(self) -> None:
         """Return when all derived blocks of earlier reads are in the store."""
@@ -147,15 +165,19 @@ class Tier:
             self._store.close()
 
     def disable_conversion(self, reason: Reason) -> None:
-        """Turn all pairs off from now on; stored blocks of our own are served as before."""
+        """Turn all pairs off from now on, also for plans made before; native blocks are served."""
         self.pairs = tuple(
             replace(pair, refusal=pair.refusal or reason, converter=None) for pair in self.pairs
         )
-        self._planner = Planner(self._store, self.identity, self._shard, self.pairs)
+        self._planner = self._make_planner()
+
+    def _make_planner(self) -> Planner:
+        return Planner(self._store, self.identity, self._shard, self.pairs, self._shards)
 
     # read
 
     def _read(self, plans: Sequence[BlockPlan], pages: Sequence[KvPage]) -> list[BlockResult]:
+        plans = still_allowed(plans, self.pairs)
         results = [BlockResult(plan.outcome, plan.reason) for plan in plans]
         leading = next((i for i, plan in enumerate(plans) if not plan.served), len(plans))
         stored = [i for i in range(leading) if plans[i].pair is None]
@@ -172,11 +194,14 @@ class Tier:
         self, indices: list[int], plans: Sequence[BlockPlan], pages: Sequence[KvPage]
     ) -> list[BlockResult]:
         """Native and derived blocks, straight into the engine's memory where its layout allows."""
-        staged = {i: KvPage.empty(self.shape) for i in indices if pages[i].segments() is None}
-        requests = [
-            ReadRequest(plans[i].keys[0], staged.get(i, pages[i]).segments()) for i in indices
-        ]
-        results = []
+        staged: dict[int, KvPage] = {}
+        requests, results = [], []
+        for i in indices:
+            runs = pages[i].segments()
+            if runs is None:
+                staged[i] = KvPage.empty(self.shape)
+                runs = staged[i].segments()
+            requests.append(ReadRequest(plans[i].keys[0], runs))
         for i, read in zip(indices, self._store.read(requests), strict=True):
             reason = read_failure(read.status)
             if reason is None and (read.header is None or not has_shape(read.header, self.shape)):
@@ -201,14 +226,14 @@ class Tier:
             pair = plans[group[0]].pair
             if pair is None or pair.converter is None:
                 break
-            read = ahead.pop().result()
-            ahead += [
-                self._ahead.submit(self._sources.read, g, plans)
-                for g in groups[number + 1 : number + 2]
-            ]
-            if time.monotonic() - started > pair.policy.budget_seconds:
+            read = _within(ahead.pop(), started + pair.policy.budget_seconds)
+            if read is None:
                 results += [(i, BlockResult(Outcome.DECLINED, Reason.BUDGET)) for i in group]
                 break
+            ahead += [
+                self._ahead.submit(self._sources.read, g, plans, read.origin)
+                for g in groups[number + 1 : number + 2]
+            ]
             results += self._convert_group(pair, group, read.firsts, read.pages, plans, pages)
             if read.failure is not None:
                 failed = group[len(read.pages)]
@@ -265,7 +290,10 @@ class Tier:
             for chain_hash, status in zip(hashes, statuses, strict=True)
             if status in (WriteStatus.STORED, WriteStatus.EXISTS)
         ]
-        derived = [self._key(pair.derived_kind, name) for pair in self.pairs for name in kept]
+        kinds = [pair.derived_kind for pair in self.pairs]
+        if kind == NATIVE:
+            kinds.append(UNPLACED)
+        derived = [self._key(lesser, name) for lesser in kinds for name in kept]
         stale = [
             key for key, there in zip(derived, self._store.exists(derived), strict=True) if there
         ]
@@ -274,7 +302,7 @@ class Tier:
         return statuses
 
     def _store_derived(self, pair: Pair, chain_hash: str, first: int, page: KvPage) -> None:
-        if self._store.exists([self._key(NATIVE, chain_hash)])[0]:
+        if any(self._store.exists([self._key(kind, chain_hash) for kind in (NATIVE, UNPLACED)])):
             return
         provenance = Provenance(pair.identity.digest, pair.mapper.digest)
         key = self._key(pair.derived_kind, chain_hash)
@@ -333,6 +361,17 @@ def _until_gap(results: list[BlockResult]) -> list[BlockResult]:
     end = next((i for i, result in enumerate(results) if not result.served), len(results))
     gap = BlockResult(Outcome.MISSED, Reason.AFTER_GAP)
     return [r if i <= end or not r.served else gap for i, r in enumerate(results)]
+
+
+def _within(future: Future[SourceBlocks], deadline: float) -> SourceBlocks | None:
+    """The result, None when it is not there by the deadline (of `time.monotonic`)."""
+    left = min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
+    try:
+        result = future.result(left)
+    except FutureTimeoutError:
+        future.cancel()
+        return None
+    return result if time.monotonic() < deadline else None
 
 
 def _complete(
