@@ -14,6 +14,7 @@ source   the source model answers by itself, from its own cache
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -123,13 +124,15 @@ def _run_passage(
         result.scores[arm].append(score_passage(logits[arm], native, following))
     result.documents.append(passage.document)
     difference = float((identity.float() - native.float()).abs().max())
-    result.identity_max_abs_diff = max(result.identity_max_abs_diff, difference)
+    if not difference <= result.identity_max_abs_diff:  # so that nan is kept
+        result.identity_max_abs_diff = difference if difference >= 0 else math.inf
 
 
 def _converted(converter: Converter, source: KvPage, like: KvPage) -> KvPage:
-    page = KvPage(torch.empty_like(like.keys), torch.empty_like(like.values))
-    converter.convert([source], [0], [page])
-    return page
+    """Converted on the CPU, wherever the models run."""
+    page = KvPage.empty(like.shape)
+    converter.convert([KvPage(source.keys.cpu(), source.values.cpu())], [0], [page])
+    return KvPage(page.keys.to(like.keys.device), page.values.to(like.values.device))
 
 
 def _through_store(page: KvPage, store: BlockStore) -> KvPage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -50,15 +51,20 @@ def check(
         "prefix_tokens": prefix,
         "tail_tokens": len(unseen[0].tokens) - prefix,
     }
-    if len(unseen) < limits.min_passages or documents < limits.min_documents:
+    needed = max(2, limits.min_documents)  # the control takes its cache from another document
+    if len(unseen) < limits.min_passages or documents < needed:
         reason = (
             f"too little text: {len(unseen)} passages of {documents} documents that the fit has "
-            f"not seen, needed are {limits.min_passages} of {limits.min_documents}"
+            f"not seen, needed are {limits.min_passages} of {needed}"
         )
         return GateRecord(REJECTED, reason, **about, **size)
     scores = run_arms(
         source, target, TorchConverter(mapper, target.dtype), unseen, prefix, progress
     )
+    broken = next((arm for arm in ARMS if not _finite(scores, arm)), None)
+    if broken is not None:
+        reason = f"logits: the {broken} arm gave values that are not numbers"
+        return GateRecord(REJECTED, reason, **about, **size)
     figures = _figures(scores)
     reason = _first_failure(figures, limits)
     return GateRecord(REJECTED if reason else ACCEPTED, reason, **about, **size, **figures)
@@ -86,6 +92,12 @@ def _unseen(artifact: Artifact, passages: Sequence[TokenSequence]) -> list[Token
             "--text: every document was used in the fit; give documents that the fit has not seen"
         )
     return unseen
+
+
+def _finite(scores: ArmScores, arm: str) -> bool:
+    return all(
+        math.isfinite(score.kl) and math.isfinite(score.loss) for score in scores.scores[arm]
+    )
 
 
 def _figures(scores: ArmScores) -> dict[str, Any]:
@@ -133,7 +145,7 @@ def _figures(scores: ArmScores) -> dict[str, Any]:
 def _first_failure(figures: dict[str, Any], limits: Thresholds) -> str:
     """The first threshold that is missed, in words; empty when all are met."""
     difference = figures["identity_max_abs_diff"]
-    if difference > limits.max_identity_difference:
+    if not difference <= limits.max_identity_difference:
         return f"identity: the target's own cache changes its logits by {difference:.3g}"
     for control in CONTROLS:
         share = figures["kl_share"][control]["high"]

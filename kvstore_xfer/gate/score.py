@@ -6,6 +6,7 @@ is nats a token against the text.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -51,7 +52,10 @@ def score_passage(
     divergence = (reference.exp() * (reference - arm)).sum(-1)
     agreement = (arm.argmax(-1) == reference.argmax(-1)).double()
     loss = torch.nn.functional.nll_loss(arm[:-1], next_tokens)
-    return PassageScore(float(loss), max(0.0, float(divergence.mean())), float(agreement.mean()))
+    mean = float(divergence.mean())
+    if not math.isfinite(mean):  # logits that are not numbers agree with nothing
+        return PassageScore(math.inf, math.inf, 0.0)
+    return PassageScore(float(loss), max(0.0, mean), float(agreement.mean()))
 
 
 def bootstrap(
