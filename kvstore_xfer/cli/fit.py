@@ -85,12 +85,18 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _require_writable(out: Path) -> None:
-    """Before the models are loaded: the last step of a long fit must not be the one that fails."""
+    """Before the models are loaded: the last step of a long fit must not be the one that fails.
+
+    Leaves nothing behind; the folder is made when there is something to put into it.
+    """
+    missing = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
         out.mkdir(parents=True, exist_ok=True)
         probe = out / f".writable-{os.getpid()}"
         probe.touch()
         probe.unlink()
+        for folder in missing:
+            folder.rmdir()
     except OSError as error:
         raise ConfigError(
             f"--out {out}: {error.strerror}; give a folder that can be written"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from kvstore_xfer.rope.spec import RopeSpec
 
 HELD_OUT_EVERY = 8
-_WEIGHT_DTYPE = torch.float16  # three bits more than bf16; a map's weights are far below 65,504
+_LARGEST_FLOAT16 = 65_504.0
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,8 @@ class Accumulator:
             "keys": (_stripped(source, self._source.rope), _stripped(target, self._target.rope)),
             "values": (source.values, target.values),
         }
+        for model, page in ((self._source, source), (self._target, target)):
+            _require_finite(model, index, page)
         for component, (inputs, outputs) in pairs.items():
             self.moments[f"{component}.{split}"].update(
                 self._inputs(inputs), self._outputs(outputs)
@@ -135,7 +138,7 @@ class Accumulator:
             maps.append(
                 LayerMap(
                     layers,
-                    weight.to("cpu", _WEIGHT_DTYPE),
+                    weight.to("cpu", _weight_dtype(weight)),
                     affine.bias.reshape(heads, -1).to("cpu", torch.float32),
                 )
             )
@@ -174,9 +177,33 @@ def _stripped(page: KvPage, rope: RopeSpec | None) -> torch.Tensor:
     return strip_rope(page.keys, rope, *rope_tables(rope, positions))
 
 
+def _weight_dtype(weight: torch.Tensor) -> torch.dtype:
+    """float16 has three bits more than bfloat16, but a small range."""
+    return torch.float16 if weight.abs().max() <= _LARGEST_FLOAT16 else torch.bfloat16
+
+
+def _require_finite(model: ModelDescription, index: int, page: KvPage) -> None:
+    if not (page.keys.isfinite().all() and page.values.isfinite().all()):
+        raise ModelError(
+            f"{model.name}: its cache of sequence {index} holds values that are not numbers; "
+            "run it in another --dtype"
+        )
+
+
+def _available_bytes() -> int:
+    """Free memory and what the page cache would give back, which sysconf does not count."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def _require_memory(needed: int, device: str) -> None:
     if device == "cpu":
-        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        available = _available_bytes()
     else:
         available, _ = torch.cuda.mem_get_info(device)
     if needed > available:

@@ -26,9 +26,11 @@ _TENSORS = tuple(field.name for field in fields(Moments) if field.name != "rows"
 def save_checkpoint(
     out: Path, run: dict[str, str], moments: dict[str, Moments], next_sequence: int
 ) -> None:
-    """Replace the checkpoint of the fit that writes to `out`; `run` says what is being fitted."""
+    """Replace the checkpoint of the fit that writes to `out`; `run` says what is being fitted.
+
+    Raises ConfigError when it cannot be written; the one before is kept.
+    """
     folder = out / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, torch.Tensor] = {
         f"{name}/{tensor}": getattr(part, tensor).cpu()
         for name, part in moments.items()
@@ -37,8 +39,13 @@ def save_checkpoint(
     rows = {name: part.rows for name, part in moments.items()}
     state = {"run": json.dumps(run), "rows": json.dumps(rows), "next": str(next_sequence)}
     partial = folder / f"{_FILE}.partial"
-    save_file(tensors, partial, metadata=state)
-    partial.replace(folder / _FILE)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, partial, metadata=state)
+        partial.replace(folder / _FILE)
+    except (OSError, SafetensorError) as error:
+        partial.unlink(missing_ok=True)
+        raise ConfigError(f"--out {folder}: cannot be written ({error}); free some space") from None
 
 
 def load_checkpoint(out: Path, run: dict[str, str], moments: dict[str, Moments]) -> int:

@@ -48,6 +48,8 @@ class Moments:
 
     def update(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """Add a batch of rows: x ``[groups, n, p]``, y ``[groups, n, q]``, any float dtype."""
+        if not x.shape[1]:
+            return
         x, y = x.double(), y.double()
         mean_x, mean_y = x.mean(1), y.mean(1)
         x, y = x - mean_x[:, None], y - mean_y[:, None]

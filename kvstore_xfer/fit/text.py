@@ -12,6 +12,7 @@ from kvstore_xfer.errors import TextError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from typing import TypeGuard
 
 _SUFFIXES = ".txt, .jsonl, .parquet"
 
@@ -57,15 +58,21 @@ def cut_sequences(
     """Up to `count` sequences of exactly `tokens` tokens from the documents of a file.
 
     Reading stops after `count` documents of sufficient length; the sequences are spread evenly over
-    what was read. No token is used twice and none is padded. Raises TextError when the file does
-    not hold a single sequence.
+    what was read. A document that the file repeats counts once: a copy on the held-out side would
+    be no held-out text. No token is used twice and none is padded. Raises TextError when the file
+    does not hold a single sequence.
     """
     pieces: list[TokenSequence] = []
     longest = used = 0
+    seen: set[str] = set()
     for text in read_documents(path):
+        document = document_digest(text)
+        if document in seen:
+            continue
+        seen.add(document)
         ids = tokenize(text)
         longest = max(longest, len(ids))
-        cut = _cut(text, ids, tokens)
+        cut = _cut(document, ids, tokens)
         pieces += cut
         used += bool(cut)
         if used == count:
@@ -89,10 +96,20 @@ def sequences_digest(sequences: Iterable[TokenSequence]) -> str:
     return digest.hexdigest()
 
 
-def _cut(text: str, ids: Sequence[int], tokens: int) -> list[TokenSequence]:
-    document = document_digest(text)
+def _cut(document: str, ids: Sequence[int], tokens: int) -> list[TokenSequence]:
     starts = range(0, len(ids) - tokens + 1, tokens)
     return [TokenSequence(document, tuple(ids[start : start + tokens])) for start in starts]
+
+
+def _is_text(value: object) -> TypeGuard[str]:
+    """A string that can be written as UTF-8: JSON may hold halves of surrogate pairs."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _read_txt(file: Path) -> Iterator[str]:
@@ -106,9 +123,9 @@ def _read_jsonl(file: Path) -> Iterator[str]:
                 continue
             try:
                 text = json.loads(line)["text"]
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 text = None
-            if not isinstance(text, str):
+            if not _is_text(text):
                 raise TextError(
                     f'{file}:{number}: field "text": expected a JSON object with a text field; '
                     "correct the line"
@@ -128,7 +145,10 @@ def _read_parquet(file: Path) -> Iterator[str]:
         if "text" not in table.schema_arrow.names:
             raise TextError(f'{file}: no column "text"; rename the column that holds the text')
         for batch in table.iter_batches(columns=["text"], batch_size=64):
-            yield from (text for text in batch.column(0).to_pylist() if text is not None)
+            for text in batch.column(0).to_pylist():
+                if text is not None and not _is_text(text):
+                    raise TextError(f'{file}: column "text": holds no text; convert the column')
+                yield text or ""
     except ArrowException as error:
-        message = str(error).splitlines()[0]
+        message = (str(error).splitlines() or ["damaged"])[0]
         raise TextError(f"{file}: not a readable Parquet file ({message})") from None

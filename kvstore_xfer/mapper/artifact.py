@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from kvstore_xfer.models.description import ModelDescription
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Iterator
 
     import torch
 
@@ -51,27 +53,33 @@ class Artifact:
 def save(folder: str | os.PathLike[str], artifact: Artifact) -> Artifact:
     """Write the folder; a reader sees the old manifest or the new one, never half of it.
 
-    Returns the artifact with the mapper's digest filled in.
+    Returns the artifact with the mapper's digest filled in. Raises ArtifactError when the folder
+    cannot be written; what it held is then as it was.
     """
     path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    partial = path / f"{WEIGHTS_FILE}.partial"
-    save_file(_tensors(artifact.mapper), partial)
-    weights_digest = _file_digest(partial)
-    partial.replace(path / WEIGHTS_FILE)
-    description = _describe(artifact.mapper, weights_digest)
-    mapper = replace(artifact.mapper, digest=_digest(description)[:32])
-    _write_manifest(path, description, replace(artifact, mapper=mapper))
+    with _written(path / WEIGHTS_FILE) as weights:
+        save_file(_tensors(artifact.mapper), weights)
+        description = _describe(artifact.mapper, _file_digest(weights))
+        mapper = replace(artifact.mapper, digest=_digest(description)[:32])
+        with _written(path / MANIFEST_FILE) as manifest:
+            text = _manifest_text(description, replace(artifact, mapper=mapper))
+            manifest.write_text(text, encoding="utf-8")
+            weights.replace(path / WEIGHTS_FILE)
     return replace(artifact, mapper=mapper)
 
 
 def record_gate(folder: str | os.PathLike[str], dtype: str, record: dict[str, Any]) -> None:
-    """Put the record of a check into the manifest, in place of an earlier one for this dtype."""
+    """Put the record of a check into the manifest, in place of an earlier one for this dtype.
+
+    Raises ArtifactError when the folder cannot be read or written.
+    """
     path = Path(folder)
     artifact = load(path)
     description = _describe(artifact.mapper, _file_digest(path / WEIGHTS_FILE))
     gate = {**artifact.gate, dtype: record}
-    _write_manifest(path, description, replace(artifact, gate=gate))
+    with _written(path / MANIFEST_FILE) as manifest:
+        text = _manifest_text(description, replace(artifact, gate=gate))
+        manifest.write_text(text, encoding="utf-8")
 
 
 def load(folder: str | os.PathLike[str]) -> Artifact:
@@ -84,21 +92,22 @@ def load(folder: str | os.PathLike[str]) -> Artifact:
     """
     path = Path(folder)
     manifest = _read_manifest(path)
+    description = manifest["mapper"]
     weights_path = path / WEIGHTS_FILE
     try:
         digest = _file_digest(weights_path)
     except OSError as error:
         raise ArtifactError(f"{weights_path}: {error.strerror}; {_REMEDY}") from None
-    if digest != manifest["mapper"]["weights_sha256"]:
+    if digest != description["weights_sha256"]:
         raise ArtifactError(
             f"{weights_path}: does not match the digest in {MANIFEST_FILE} (damaged); {_REMEDY}"
         )
     try:
         tensors = load_file(weights_path)
-        mapper = _assemble(manifest["mapper"], tensors)
+        mapper = _assemble(description, tensors)
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ArtifactError(f"{weights_path}: {error}; {_REMEDY}") from None
-    mapper = replace(mapper, digest=_digest(manifest["mapper"])[:32])
+    mapper = replace(mapper, digest=manifest["mapper_digest"])
     mapper.validate()
     return Artifact(mapper, manifest["fit"], manifest["gate"])
 
@@ -143,7 +152,32 @@ def _assemble(description: dict[str, Any], tensors: dict[str, torch.Tensor]) -> 
     )
 
 
-def _write_manifest(path: Path, description: dict[str, Any], artifact: Artifact) -> None:
+@contextmanager
+def _written(file: Path) -> Iterator[Path]:
+    """A path beside `file` to write to; it takes its place at the end, unless it did before.
+
+    On an error nothing is left of it. Raises ArtifactError for what the file system refuses.
+    """
+    partial = file.with_name(f"{file.name}.partial")
+    new = not file.parent.exists()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        if partial.exists():
+            partial.replace(file)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ArtifactError(
+            f"{file}: cannot be written ({reason}); give a folder that can be written and has room"
+        ) from None
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+            if new:
+                file.parent.rmdir()  # only if nothing was written
+
+
+def _manifest_text(description: dict[str, Any], artifact: Artifact) -> str:
     body = {
         "format": FORMAT,
         "mapper": description,
@@ -151,10 +185,7 @@ def _write_manifest(path: Path, description: dict[str, Any], artifact: Artifact)
         "fit": artifact.fit,
         "gate": artifact.gate,
     }
-    text = _canonical({**body, "digest": _digest(body)})
-    partial = path / f"{MANIFEST_FILE}.partial"
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path / MANIFEST_FILE)
+    return _canonical({**body, "digest": _digest(body)})
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -163,10 +194,16 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         text = file.read_bytes().decode("utf-8")
         manifest: dict[str, Any] = json.loads(text)
         body = {name: value for name, value in manifest.items() if name != "digest"}
-        intact = manifest["digest"] == _digest(body) and text == _canonical(manifest)
+        intact = (
+            manifest["digest"] == _digest(body)
+            and manifest["mapper_digest"] == _digest(manifest["mapper"])[:32]
+            and text == _canonical(manifest)
+            and {"weights_sha256"} <= manifest["mapper"].keys()
+            and {"fit", "gate", "format"} <= manifest.keys()
+        )
     except OSError as error:
         raise ArtifactError(f"{file}: {error.strerror}; {_REMEDY}") from None
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         intact = False
     if not intact:
         raise ArtifactError(f"{file}: does not match its own digest (damaged); {_REMEDY}")
