@@ -35,3 +35,8 @@ GATE_OPEN = Gauge(
     "1 when the pair's mapper may serve, else 0.",
     ("source", "target", "direction"),
 )
+CONVERSION_REFUSED = Gauge(
+    "kvxfer_conversion_refused",
+    "1 while an engine is such that nothing is converted for it, by reason.",
+    ("target", "reason"),
+)

@@ -40,6 +40,7 @@ class PoolView:
         keys, values = (_by_page(part, pool).view(dtype) for part in _components(pool))
         self._keys, self._values = keys, values
         self.pages = len(keys)
+        self._layout = pool.layout
         self.shape = KvPage(keys[0], values[0]).shape
         expected = _declared_shape(pool, dtype)
         if self.shape != expected:
@@ -61,6 +62,19 @@ class PoolView:
     def pages_at(self, slots: torch.Tensor) -> list[KvPage]:
         """One page per `page_size` entries of `slots` (int64, the slots of whole pages in turn)."""
         return [self.page(slot) for slot in slots[:: self.page_size].tolist()]
+
+    def flat_page(self, flat: torch.Tensor) -> KvPage:
+        """A page that SGLang hands over as one flat tensor, in the pool's order, as views of it."""
+        shape = self.shape
+        flat = flat.view(-1).view(shape.dtype)
+        split = shape.layers * shape.tokens * shape.heads * shape.key_dim
+        parts = (flat[:split], flat[split:])
+        order = _ONE_PAGE[self._layout](shape.layers, shape.tokens, shape.heads)
+        keys, values = (
+            _VIEWS[self._layout](part.view(*order, width), shape.tokens)[0]
+            for part, width in zip(parts, (shape.key_dim, shape.value_dim), strict=True)
+        )
+        return KvPage(keys, values)
 
 
 def _components(pool: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,6 +127,13 @@ _VIEWS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "page_first": _page_first,
     "page_first_direct": _page_first_direct,
     "page_head": _page_head,
+}
+
+_ONE_PAGE: dict[str, Callable[[int, int, int], tuple[int, ...]]] = {
+    "layer_first": lambda layers, tokens, heads: (layers, tokens, heads),
+    "page_first": lambda layers, tokens, heads: (tokens, layers, heads),
+    "page_first_direct": lambda layers, tokens, heads: (1, layers, tokens, heads),
+    "page_head": lambda layers, tokens, heads: (1, heads, tokens, layers),
 }
 
 

@@ -1,4 +1,4 @@
-"""Why an engine's blocks must not be converted; they are stored and served all the same."""
+"""Why an engine's blocks must not be converted, or not even be stored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PLAIN_DTYPES = {"bfloat16", "float16", "float32"}
 
 
 class Refusal(str, Enum):
-    """Why an engine's blocks are not converted. Bounded: the values are also metric labels."""
+    """Why blocks are not converted or not stored. Bounded: the values are also metric labels."""
 
     SGLANG_VERSION = "sglang_version"
     UNKNOWN_FACT = "unknown_fact"
@@ -30,6 +30,14 @@ class Refusal(str, Enum):
     LORA = "lora"
     MULTIMODAL_ROPE = "multimodal_rope"
     ALTERED_MODEL = "altered_model"
+    # found when the tier is opened
+    CONFIG = "config"
+    STORE = "store"
+    MODEL = "model"
+    NOT_IN_FAMILY = "not_in_family"
+    POOL = "pool"
+    GEOMETRY = "geometry"
+    WEIGHTS_CHANGED = "weights_changed"
 
 
 def conversion_refusals(facts: EngineFacts) -> list[tuple[Refusal, str]]:
@@ -38,6 +46,24 @@ def conversion_refusals(facts: EngineFacts) -> list[tuple[Refusal, str]]:
     The texts are for an operator.
     """
     return [(reason, text) for reason, applies, text in _rules(facts) if applies]
+
+
+def storage_refusals(facts: EngineFacts) -> list[tuple[Refusal, str]]:
+    """Why this engine's pages must not be stored at all; empty when they may be.
+
+    Without these facts it cannot be said whose they are, and with a sidecar pool they are not all
+    that a prefix consists of.
+    """
+    refusals = []
+    needed = ("model_path", "alterations", "kv_dtype", "head_range", "hash_scheme")
+    unknown = [name for name in needed if getattr(facts, name) is None]
+    if unknown:
+        refusals.append((Refusal.UNKNOWN_FACT, f"SGLang does not say: {', '.join(unknown)}"))
+    if facts.sidecar_pools:
+        pools = ", ".join(facts.sidecar_pools)
+        text = f"the model keeps other state beside the KV pages: {pools}"
+        refusals.append((Refusal.SIDECAR_POOL, text))
+    return refusals
 
 
 def _rules(facts: EngineFacts) -> list[tuple[Refusal, bool, str]]:
