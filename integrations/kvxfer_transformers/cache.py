@@ -5,15 +5,10 @@ Only batch size one: a prefix belongs to one sequence.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from transformers import DynamicCache
 
-from kvstore_xfer.blocks.page import KvPage, KvShape
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from kvstore_xfer.blocks.page import KvPage
 
 
 def page_of_cache(cache: DynamicCache, start: int = 0, stop: int | None = None) -> KvPage:
@@ -34,21 +29,3 @@ def cache_of_page(page: KvPage) -> DynamicCache:
             *(part[index].transpose(0, 1)[None] for part in (page.keys, page.values)), index
         )
     return cache
-
-
-def empty_prefix(shape: KvShape, blocks: int, device: torch.device | str = "cpu") -> KvPage:
-    """Memory for `blocks` blocks of one prefix, ``[L, blocks * T, H, D]``, to be read into."""
-    tokens = shape.tokens * blocks
-    keys = torch.empty(
-        shape.layers, tokens, shape.heads, shape.key_dim, dtype=shape.dtype, device=device
-    )
-    values = torch.empty(
-        shape.layers, tokens, shape.heads, shape.value_dim, dtype=shape.dtype, device=device
-    )
-    return KvPage(keys, values)
-
-
-def blocks_of_page(page: KvPage, tokens: int) -> Iterator[KvPage]:
-    """Views of `tokens` tokens each, in order; a shorter rest at the end is left out."""
-    for start in range(0, page.keys.shape[1] - tokens + 1, tokens):
-        yield KvPage(page.keys[:, start : start + tokens], page.values[:, start : start + tokens])

@@ -15,19 +15,14 @@ import torch
 from transformers import DynamicCache
 
 from kvstore_xfer.blocks.chain import HASH_SCHEME, chain_hashes
+from kvstore_xfer.blocks.page import KvPage
 from kvstore_xfer.outcome import Outcome
 from kvstore_xfer.tier.open import Engine
-from kvxfer_transformers.cache import (
-    blocks_of_page,
-    cache_of_page,
-    empty_prefix,
-    page_of_cache,
-)
+from kvxfer_transformers.cache import cache_of_page, page_of_cache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvstore_xfer.blocks.page import KvPage
     from kvstore_xfer.tier.result import BlockResult
     from kvstore_xfer.tier.tier import Tier
     from kvxfer_transformers.model import LoadedModel
@@ -89,18 +84,17 @@ class Session:
     def _read(self, hashes: list[str]) -> tuple[KvPage, list[BlockResult]]:
         plans = self._tier.find(hashes)
         served = next((i for i, plan in enumerate(plans) if not plan.served), len(plans))
-        page = empty_prefix(self._tier.shape, served, self._model.device)
-        targets = list(blocks_of_page(page, self._tier.identity.block_tokens))
+        page = KvPage.empty_run(self._tier.shape, served, self._model.device)
+        targets = page.split(self._tier.identity.block_tokens)
         spare = targets[-1:] * (len(plans) - served)  # never filled: their plans are not served
         results = self._tier.read(plans, [*targets, *spare] if targets else [page] * len(plans))
         tokens = sum(result.served for result in results) * self._tier.identity.block_tokens
-        kept = type(page)(page.keys[:, :tokens], page.values[:, :tokens])
-        return kept, results
+        return page.cut(0, tokens), results
 
     def _write(self, hashes: list[str], cache: DynamicCache, served: int) -> None:
         block_tokens = self._tier.identity.block_tokens
         computed = page_of_cache(cache, served * block_tokens, len(hashes) * block_tokens)
-        pages = list(blocks_of_page(computed, block_tokens))
+        pages = computed.split(block_tokens)
         if pages:
             self._tier.write(hashes[served:], pages, served)
 

@@ -8,12 +8,8 @@ copy; `KvPage.segments` says whether the canonical byte order can be read or wri
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @dataclass(frozen=True)
@@ -55,6 +51,25 @@ class KvPage:
         split = shape.layers * shape.tokens * shape.heads * shape.key_dim
         return cls(flat[:split].view(shape.key_shape), flat[split:].view(shape.value_shape))
 
+    @classmethod
+    def empty_run(cls, shape: KvShape, blocks: int, device: torch.device | str = "cpu") -> KvPage:
+        """One page for `blocks` consecutive blocks, layer by layer; `split` gives the blocks."""
+        tokens = shape.tokens * blocks
+        keys, values = (
+            torch.empty(shape.layers, tokens, shape.heads, width, dtype=shape.dtype, device=device)
+            for width in (shape.key_dim, shape.value_dim)
+        )
+        return cls(keys, values)
+
+    def split(self, tokens: int) -> list[KvPage]:
+        """Views of `tokens` tokens each, in order; a shorter rest at the end is left out."""
+        starts = range(0, self.keys.shape[1] - tokens + 1, tokens)
+        return [self.cut(start, start + tokens) for start in starts]
+
+    def cut(self, start: int, stop: int) -> KvPage:
+        """A view of the tokens ``[start, stop)``."""
+        return KvPage(self.keys[:, start:stop], self.values[:, start:stop])
+
     @property
     def shape(self) -> KvShape:
         layers, tokens, heads, key_dim = self.keys.shape
@@ -65,13 +80,8 @@ class KvPage:
 
         Contiguous components give one run each, pages of a layer-first pool one run per layer.
         """
-        runs: list[memoryview] = []
-        for component in (self.keys, self.values):
-            views = list(_contiguous_runs(component))
-            if not views:
-                return None
-            runs.extend(byte_view(view) for view in views)
-        return runs
+        keys, values = _runs(self.keys), _runs(self.values)
+        return None if keys is None or values is None else keys + values
 
     def copy_from(self, other: KvPage) -> None:
         self.keys.copy_(other.keys)
@@ -83,10 +93,13 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _contiguous_runs(component: torch.Tensor) -> Iterator[torch.Tensor]:
+def _runs(component: torch.Tensor) -> list[memoryview] | None:
     if component.device.type != "cpu":
-        return
+        return None
     if component.is_contiguous():
-        yield component
-    elif component.shape[0] and component[0].is_contiguous():
-        yield from component.unbind(0)
+        return [byte_view(component)]
+    if not component.shape[0] or not component[0].is_contiguous():
+        return None
+    # One conversion for all layers: slicing the array is much cheaper than slicing the tensor.
+    layers = component.detach().view(torch.uint8).numpy()
+    return [layer.reshape(-1).data for layer in layers]

@@ -82,6 +82,7 @@ class TorchConverter:
         finally:
             torch.set_num_threads(threads)  # part of the setting is the process's, not the thread's
 
+    @torch.inference_mode()  # of this thread: the engine's pages may be inference tensors
     def _convert_group(self, group: list[_Part]) -> None:
         positions = torch.cat(
             [torch.arange(part.first, part.first + part.tokens) for part in group]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore_xfer.blocks.identity import block_shape
@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 class SourceBlocks:
     """The leading blocks of a group that can be converted, and why the next one cannot.
 
-    `origin` is the position that the headers give the first token of the first plan.
+    `page` holds them one after the other; its first token stands at position `first`. `origin` is
+    the position that the headers give the first token of the first plan of the whole read.
     """
 
-    pages: list[KvPage] = field(default_factory=list)
-    firsts: list[int] = field(default_factory=list)
+    page: KvPage | None = None
+    first: int = 0
+    count: int = 0
     failure: BlockResult | None = None
     origin: int | None = None
 
@@ -42,7 +44,7 @@ class SourceReader:
     def read(
         self, group: Sequence[int], plans: Sequence[BlockPlan], origin: int | None = None
     ) -> SourceBlocks:
-        """Read the source blocks of ``plans[i] for i in group``, all of one pair.
+        """Read the source blocks of ``plans[i] for i in group``: neighbours, all of one pair.
 
         Positions come from the headers and must follow the order of the plans; `origin` is that of
         an earlier group.
@@ -51,7 +53,8 @@ class SourceReader:
         blocks = SourceBlocks(origin=origin)
         if pair is None:
             return blocks
-        pages = [KvPage.empty(pair.source_shape) for _ in group]
+        blocks.page = KvPage.empty_run(pair.source_shape, len(group))
+        pages = blocks.page.split(self._tokens)
         requests, staged = self._requests(pair, [plans[i] for i in group], pages)
         answers = iter(self._store.read(requests))
         for index, page in zip(group, pages, strict=True):
@@ -60,11 +63,12 @@ class SourceReader:
             if blocks.failure is None and not self._follows(blocks, first - index * self._tokens):
                 blocks.failure = BlockResult(Outcome.DECLINED, Reason.POSITION_UNKNOWN)
             if blocks.failure is not None:
-                return blocks
+                break
             blocks.origin = first - index * self._tokens
             _assemble(pair, plans[index], page, staged)
-            blocks.pages.append(page)
-            blocks.firsts.append(first)
+            blocks.first = blocks.first if blocks.count else first
+            blocks.count += 1
+        blocks.page = blocks.page.cut(0, blocks.count * self._tokens)
         return blocks
 
     def _requests(

@@ -24,6 +24,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from kvstore_xfer import metrics
 from kvstore_xfer.blocks.header import BlockHeader, Provenance
 from kvstore_xfer.blocks.key import FORMAT, NATIVE, UNPLACED, BlockKey
@@ -36,7 +38,7 @@ from kvstore_xfer.tier.result import BlockResult, has_shape, read_failure
 from kvstore_xfer.tier.sources import SourceBlocks, SourceReader
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from kvstore_xfer.blocks.identity import Identity
@@ -176,6 +178,7 @@ class Tier:
 
     # read
 
+    @torch.inference_mode()  # the engine's pages may be inference tensors
     def _read(self, plans: Sequence[BlockPlan], pages: Sequence[KvPage]) -> list[BlockResult]:
         plans = still_allowed(plans, self.pairs)
         results = [BlockResult(plan.outcome, plan.reason) for plan in plans]
@@ -220,6 +223,7 @@ class Tier:
         """Convert in groups; the next group's source blocks are read while this one is mapped."""
         groups = _groups(indices, plans, max(1, _GROUP_TOKENS // self.identity.block_tokens))
         results: list[tuple[int, BlockResult]] = []
+        made: list[Callable[[], None]] = []
         started = time.monotonic()
         ahead = [self._ahead.submit(self._sources.read, g, plans) for g in groups[:1]]
         for number, group in enumerate(groups):
@@ -234,41 +238,46 @@ class Tier:
                 self._ahead.submit(self._sources.read, g, plans, read.origin)
                 for g in groups[number + 1 : number + 2]
             ]
-            results += self._convert_group(pair, group, read.firsts, read.pages, plans, pages)
+            members = group[: read.count]
+            results += self._convert_group(pair, members, read, plans, pages, made)
             if read.failure is not None:
-                failed = group[len(read.pages)]
-                results.append((failed, read.failure))
+                results.append((group[read.count], read.failure))
                 break
             if not results[-1][1].served:
                 break
         for future in ahead:
             future.cancel()
+        # Only now: storing competes for the processor with the conversion the engine waits for.
+        for job in made:
+            if not self._writer.submit(job):
+                self._wrote("derived", "dropped")
         return _complete(results, indices)
 
     def _convert_group(
         self,
         pair: Pair,
-        group: list[int],
-        firsts: list[int],
-        sources: list[KvPage],
+        members: list[int],
+        source: SourceBlocks,
         plans: Sequence[BlockPlan],
         pages: Sequence[KvPage],
+        made: list[Callable[[], None]],
     ) -> list[tuple[int, BlockResult]]:
-        if not sources or pair.converter is None:
+        """Map the members' source blocks into their pages, as one run of tokens; jobs that store
+        the results are added to `made`."""
+        if not members or source.page is None or pair.converter is None:
             return []
-        members = group[: len(sources)]
-        targets = [KvPage.empty(self.shape) for _ in members]
+        run = KvPage.empty_run(self.shape, len(members))
         try:
             with self._timed("convert"):
-                pair.converter.convert(sources, firsts, targets)
+                pair.converter.convert([source.page], [source.first], [run])
         except Exception:  # noqa: BLE001 - nothing may raise into an engine
             self._failed("convert")
             return [(i, BlockResult(Outcome.DECLINED, Reason.CONVERSION_ERROR)) for i in members]
-        for i, first, target in zip(members, firsts, targets, strict=True):
+        tokens = self.identity.block_tokens
+        for number, (i, target) in enumerate(zip(members, run.split(tokens), strict=True)):
             pages[i].copy_from(target)
-            job = partial(self._store_derived, pair, plans[i].chain_hash, first, target)
-            if not self._writer.submit(job):
-                self._wrote("derived", "dropped")
+            first = source.first + number * tokens
+            made.append(partial(self._store_derived, pair, plans[i].chain_hash, first, target))
         return [(i, BlockResult(Outcome.CONVERTED)) for i in members]
 
     # write
@@ -384,11 +393,11 @@ def _complete(
 
 
 def _groups(indices: list[int], plans: Sequence[BlockPlan], size: int) -> list[list[int]]:
-    """Runs of blocks of one pair, at most `size` long."""
+    """Runs of neighbouring blocks of one pair, at most `size` long."""
     groups: list[list[int]] = []
     for i in indices:
         same = groups and plans[groups[-1][0]].pair is plans[i].pair
-        if same and len(groups[-1]) < size:
+        if same and groups[-1][-1] == i - 1 and len(groups[-1]) < size:
             groups[-1].append(i)
         else:
             groups.append([i])

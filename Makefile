@@ -1,0 +1,43 @@
+# Everything a developer or CI runs. Each target sets up what it needs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: setup demo test test-fast lint types docs ci bench envs
+
+demo: $(READY)  ## the whole way on two small models, on an empty embedded store
+	$(BIN)/kvxfer demo
+
+test: $(READY)  ## all tests; builds the engines' environments once (SGLang's takes 11 GB)
+	$(BIN)/pytest
+
+test-fast: $(READY)  ## without the real engines and the crash test
+	$(BIN)/pytest --ignore=tests/engines --ignore=tests/store/test_local_crash.py
+
+setup: $(READY)
+
+# The lock and the project's dependencies decide when the environment is stale.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(READY)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+docs: $(READY)  ## links, commands and figures in the documentation
+	$(BIN)/pytest tests/test_docs.py
+
+envs: $(READY)
+	$(BIN)/python tests/engines/environments.py sglang
+
+bench: $(READY)
+	$(BIN)/python tests/bench/bench_store.py
+	$(BIN)/python tests/bench/bench_fit_memory.py
+
+ci: lint types docs test
