@@ -57,6 +57,12 @@ class PackedComponent:
     def columns(self) -> int:
         return self.bias.shape[-1]
 
+    def source_layers(self, layers: range, source_heads: int) -> list[int]:
+        """The source layers that these target layers read, ascending."""
+        bounds = self.first_entry.tolist()
+        read = self.entries[bounds[layers.start] : bounds[layers.stop]]
+        return sorted(set((read // source_heads).tolist()))
+
 
 @dataclass(frozen=True)
 class PackedMaps:
@@ -95,14 +101,14 @@ class PackedMaps:
         tensors = [t for p in parts for t in (p.weights, p.bias, p.entries, p.first_entry)]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
+    def source_key_layers(self) -> list[int]:
+        """The source layers whose keys are read, ascending."""
+        return self.keys.source_layers(range(self.layers), self.source_heads)
+
     def source_layers(self, layers: range) -> list[int]:
         """The source layers that these target layers read, ascending."""
-        found: set[int] = set()
-        for part in (self.keys, self.values):
-            bounds = part.first_entry.tolist()
-            read = part.entries[bounds[layers.start] : bounds[layers.stop]]
-            found.update((read // self.source_heads).tolist())
-        return sorted(found)
+        parts = (self.keys, self.values)
+        return sorted({s for p in parts for s in p.source_layers(layers, self.source_heads)})
 
 
 def pack_maps(
@@ -144,6 +150,9 @@ def pack_maps(
         raise TypeError(f"compute: {compute} is not bfloat16, float16 or float32")
     if not keys or len(keys) != len(values):
         raise ValueError(f"maps: {len(keys)} layers of keys, {len(values)} of values")
+    for item in (*keys, *values):
+        if not item.source_layers or min(item.source_layers) < 0:
+            raise ValueError(f"maps: source layers {item.source_layers}")
     heads = keys[0].bias.shape[0]
     local = head_assignment is not None
     assigned = list(head_assignment) if head_assignment is not None else [0] * heads
@@ -215,8 +224,6 @@ def _pack(
     for layer, item in enumerate(maps):
         if item.bias.shape != maps[0].bias.shape:
             raise ValueError(f"layer {layer}: bias {tuple(item.bias.shape)}")
-        if not item.source_layers or min(item.source_layers) < 0:
-            raise ValueError(f"layer {layer}: source layers {item.source_layers}")
         blocks = _blocks(item, layer, source_width, reader).to(reader.device, reader.compute)
         padded = torch.nn.functional.pad(blocks, (0, 1, 0, 1))
         ordered = padded[:, :, packing.rows.to(reader.device)][..., columns.to(reader.device)]

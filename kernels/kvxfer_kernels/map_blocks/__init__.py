@@ -96,8 +96,12 @@ def prepare(
     strip_table = maps.source_rotation.strip_table(positions)
     apply_table = maps.target_rotation.apply_table(positions)
     if maps.strip_first:
-        stripped = strip_keys(keys, maps.source_rotation, strip_table, maps.compute, key_scales)
-        keys, key_scales = Paged.from_views([stripped]), None
+        layers, _, heads, width = keys.base.shape
+        shape = (layers, keys.tokens, heads, width)
+        out = Paged.from_views([torch.empty(shape, dtype=maps.compute, device=maps.device)])
+        read = torch.tensor(maps.source_key_layers(), dtype=torch.int32, device=maps.device)
+        strip_keys(keys, out, maps.source_rotation, strip_table, read, key_scales)
+        keys, key_scales = out, None
     return Prepared(keys, values, key_scales, value_scales, strip_table, apply_table)
 
 

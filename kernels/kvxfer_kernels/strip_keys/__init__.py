@@ -9,10 +9,10 @@ import triton
 
 from kvxfer_kernels.launch import (
     FP8,
+    TRITON_DTYPES,
     as_codes,
     check_runnable,
     check_scales,
-    interpreted,
 )
 from kvxfer_kernels.strip_keys.kernel import strip_keys_kernel
 from kvxfer_kernels.tuning import next_power_of_2
@@ -26,51 +26,71 @@ BLOCK = 32  # 4 warps hold 32 x 128 numbers and their angles in 64 registers a t
 
 def strip_keys(
     keys: Paged,
+    out: Paged,
     rotation: Rotation,
     table: torch.Tensor,
-    dtype: torch.dtype,
+    layers: torch.Tensor,
     scales: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Keys without their rotation, dense ``[layers, N, heads, head_dim]`` of `dtype`.
+) -> None:
+    """Write the keys of some layers without their rotation.
 
     Parameters
     ----------
     keys
         bf16, fp16, fp32, or fp8 (e4m3) with `scales`, float32 ``[layers, heads]``.
+    out
+        bf16, fp16 or fp32 of the same layers, tokens, heads and width, dimensions side by side;
+        may be `keys` itself.
     table
         ``rotation.strip_table(positions)`` on the same device.
+    layers
+        int32, the layers to do.
 
     Raises ValueError when a shape, dtype or device does not fit.
     """
     base = keys.base
     check_runnable(strip_keys_kernel, base.device)
     scales = check_scales("keys", base, scales)
-    if table.shape != (keys.tokens, 2, rotation.pairs) or table.device != base.device:
-        raise ValueError(f"table: {tuple(table.shape)} on {table.device} for {keys.tokens} tokens")
-    if base.shape[3] != rotation.head_dim:
-        raise ValueError(f"keys: width {base.shape[3]}, rotation for {rotation.head_dim}")
-    layers, heads = base.shape[0], base.shape[2]
-    out = torch.empty(
-        (layers, keys.tokens, heads, rotation.head_dim), dtype=dtype, device=base.device
-    )
-    block = 16 if interpreted(strip_keys_kernel) else BLOCK
-    strip_keys_kernel[(triton.cdiv(keys.tokens, block), layers * heads)](
+    _check(keys, out, rotation, table, layers)
+    heads = base.shape[2]
+    strip_keys_kernel[(triton.cdiv(keys.tokens, BLOCK), layers.numel() * heads)](
         as_codes(base),
         keys.rows,
-        out,
+        out.base,
+        out.rows,
+        layers,
         table,
         table if scales is None else scales,
         base.stride(0),
         base.stride(2),
         base.stride(3),
+        out.base.stride(0),
+        out.base.stride(2),
         keys.tokens,
         heads,
         INTERLEAVED=rotation.interleaved,
         HALF=rotation.rotated_pairs,
         PAIRS=rotation.pairs,
         WIDTH=next_power_of_2(rotation.pairs),
-        BLOCK=block,
+        BLOCK=BLOCK,
         FP8=base.dtype is FP8,
         SOURCE_VECTOR=keys.vector,
+        TARGET_VECTOR=out.vector,
     )
-    return out
+
+
+def _check(
+    keys: Paged, out: Paged, rotation: Rotation, table: torch.Tensor, layers: torch.Tensor
+) -> None:
+    base = keys.base
+    if table.shape != (keys.tokens, 2, rotation.pairs) or table.device != base.device:
+        raise ValueError(f"table: {tuple(table.shape)} on {table.device} for {keys.tokens} tokens")
+    if base.shape[3] != rotation.head_dim:
+        raise ValueError(f"keys: width {base.shape[3]}, rotation for {rotation.head_dim}")
+    if layers.dtype is not torch.int32 or layers.device != base.device:
+        raise ValueError(f"layers: {layers.dtype} on {layers.device}, expected int32 beside keys")
+    same = (base.shape[0], *base.shape[2:]) == (out.base.shape[0], *out.base.shape[2:])
+    if not same or out.tokens != keys.tokens or out.base.device != base.device:
+        raise ValueError(f"out: {tuple(out.base.shape)}, keys {tuple(base.shape)}")
+    if out.base.stride(3) != 1 or out.base.dtype not in TRITON_DTYPES:
+        raise ValueError(f"out: {out.base.dtype} with strides {out.base.stride()}")

@@ -1,0 +1,45 @@
+"""Which converter a process uses: the GPU's when Triton and a device are there, else the CPU's."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvstore_xfer.mapper.convert import TorchConverter
+
+if TYPE_CHECKING:
+    from kvstore_xfer.mapper.convert import Converter
+    from kvstore_xfer.mapper.maps import Mapper
+
+_LOG = logging.getLogger(__name__)
+
+
+def make_converter(
+    mapper: Mapper, dtype: torch.dtype, device: torch.device | str | None = None
+) -> Converter:
+    """A converter for blocks of `dtype`.
+
+    `device` None means the current GPU if there is one. A named device is an explicit choice: it
+    raises what `TritonConverter` raises, and ImportError without Triton. By default, what the
+    kernels cannot do is done on the CPU, and said once in the log.
+    """
+    if device is not None and torch.device(device).type == "cpu":
+        return TorchConverter(mapper, dtype)
+    if device is not None:
+        return _triton(mapper, dtype, torch.device(device))
+    if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        return TorchConverter(mapper, dtype)
+    try:
+        return _triton(mapper, dtype, torch.device("cuda", torch.cuda.current_device()))
+    except (ImportError, TypeError, ValueError, torch.OutOfMemoryError) as error:
+        _LOG.warning("converting on the CPU: %s", error)
+        return TorchConverter(mapper, dtype)
+
+
+def _triton(mapper: Mapper, dtype: torch.dtype, device: torch.device) -> Converter:
+    from kvstore_xfer.mapper.convert_triton import TritonConverter
+
+    return TritonConverter(mapper, dtype, device)
