@@ -141,14 +141,20 @@ def _read_parquet(file: Path) -> Iterator[str]:
             f"{file}: reading Parquet needs pyarrow; pip install 'kvstore-xfer[parquet]'"
         ) from None
     try:
-        table = parquet.ParquetFile(file)
-        if "text" not in table.schema_arrow.names:
-            raise TextError(f'{file}: no column "text"; rename the column that holds the text')
-        for batch in table.iter_batches(columns=["text"], batch_size=64):
-            for text in batch.column(0).to_pylist():
-                if text is not None and not _is_text(text):
-                    raise TextError(f'{file}: column "text": holds no text; convert the column')
-                yield text or ""
+        with file.open("rb") as opened:
+            table = parquet.ParquetFile(opened)
+            if "text" not in table.schema_arrow.names:
+                raise TextError(f'{file}: no column "text"; rename the column that holds the text')
+            for batch in table.iter_batches(columns=["text"], batch_size=64):
+                yield from (_text_of_row(file, row) for row in batch.column(0).to_pylist())
     except ArrowException as error:
         message = (str(error).splitlines() or ["damaged"])[0]
         raise TextError(f"{file}: not a readable Parquet file ({message})") from None
+
+
+def _text_of_row(file: Path, row: object) -> str:
+    if row is None:
+        return ""
+    if not _is_text(row):
+        raise TextError(f'{file}: column "text": holds no text; convert the column')
+    return row
