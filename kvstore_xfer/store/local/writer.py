@@ -101,7 +101,8 @@ class Writer:
 
     def _stage_and_publish(self, plans: list[_Plan]) -> None:
         staged: list[_Staged] = []
-        outcomes = self._folder.map(lambda plan: _stage(self._folder, plan), plans)
+        largest = max((plan.size for plan in plans), default=0)
+        outcomes = self._folder.map(lambda plan: _stage(self._folder, plan), plans, largest)
         for plan, outcome in zip(plans, outcomes, strict=True):
             if isinstance(outcome, WriteStatus):
                 self._set([plan], outcome)
