@@ -63,3 +63,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         else:
             subparsers.add_parser(name, help=summary)
     return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
