@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from kvstore_xfer.rope.spec import RopeSpec
 
-GROUP_TOKENS = 128  # one layer of 8 heads of 128 numbers in fp32 is then half a core's L2 cache
+_GROUP_BYTES = 512 * 1024  # one layer of a group in fp32: half a core's L2 cache
 
 
 class Converter(Protocol):
@@ -61,6 +61,8 @@ class TorchConverter:
         self._mapper = mapper
         self._ropes = _ropes(mapper)
         self._compute = _compute_dtype(dtype)
+        widest = max(model.kv_heads * model.key_dim for model in (mapper.source, mapper.target))
+        self._group_tokens = max(1, _GROUP_BYTES // (4 * widest))
         self._keys = _Component.of(mapper, mapper.keys, self._compute)
         self._values = _Component.of(mapper, mapper.values, self._compute)
 
@@ -68,7 +70,7 @@ class TorchConverter:
         self, sources: Sequence[KvPage], first_tokens: Sequence[int], targets: Sequence[KvPage]
     ) -> None:
         # docstring inherited
-        groups = list(_groups(sources, first_tokens, targets))
+        groups = list(_groups(sources, first_tokens, targets, self._group_tokens))
         threads = torch.get_num_threads()
         if len(groups) == 1 or threads == 1:
             for group in groups:
@@ -141,11 +143,14 @@ class _Part:
 
 
 def _groups(
-    sources: Sequence[KvPage], first_tokens: Sequence[int], targets: Sequence[KvPage]
+    sources: Sequence[KvPage],
+    first_tokens: Sequence[int],
+    targets: Sequence[KvPage],
+    most: int,
 ) -> Iterator[list[_Part]]:
-    """The tokens of all blocks, at most `GROUP_TOKENS` at a time, none of them empty."""
+    """The tokens of all blocks, at most `most` at a time, none of them empty."""
     group: list[_Part] = []
-    room = GROUP_TOKENS
+    room = most
     for source, first, target in zip(sources, first_tokens, targets, strict=True):
         start, tokens = 0, source.keys.shape[1]
         while start < tokens:
@@ -155,7 +160,7 @@ def _groups(
             start = cut.stop
             if not room:
                 yield group
-                group, room = [], GROUP_TOKENS
+                group, room = [], most
     if group:
         yield group
 
