@@ -62,8 +62,9 @@ class Asked:
 class TierEngine:
     """A running server; asks one thing at a time, so that counters can be told apart."""
 
-    def __init__(self, server: SglangServer) -> None:
+    def __init__(self, server: SglangServer, page_size: int = PAGE) -> None:
         self.server = server
+        self._page_size = page_size
 
     def ask(self, prompt: Sequence[int], new_tokens: int = NEW_TOKENS, **request: Any) -> Asked:
         before = self.lookups()
@@ -75,7 +76,7 @@ class TierEngine:
         before = self.written()
         asked = self.ask(prompt, **request)
         cached = sum(asked.reply.cached.get(tier, 0) for tier in ("device", "host", "storage"))
-        pages = (len(prompt) - cached) // PAGE + asked.of("converted")
+        pages = (len(prompt) - cached) // self._page_size + asked.of("converted")
         eventually(lambda: self.written() - before >= pages, 30)
         return asked
 

@@ -41,7 +41,8 @@ class Launch:
     """What one server is started with.
 
     `storage` is the extra config of the ``dynamic`` backend, None starts without storage; `paths`
-    goes to PYTHONPATH; `work` receives the log; `arguments` are further command line words.
+    goes to PYTHONPATH; `work` receives the log; `arguments` are further command line words. Without
+    `hierarchical` no option of the hierarchical cache is given.
     """
 
     python: Path
@@ -55,11 +56,11 @@ class Launch:
     served_name: str | None = None
     max_total_tokens: int = 8192
     prefetch_policy: str = "wait_complete"
+    hierarchical: bool = True
     arguments: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def command(self, port: int) -> list[str]:
-        io_backend = "direct" if self.layout in ("layer_first", "page_first_direct") else "kernel"
         options = {
             "model-path": self.model,
             "served-model-name": self.served_name or self.model,
@@ -71,6 +72,19 @@ class Launch:
             "dtype": self.dtype,
             "max-total-tokens": self.max_total_tokens,
             "mem-fraction-static": 0.3,
+        }
+        words = [str(self.python), "-m", "sglang.launch_server", "--skip-server-warmup"]
+        words += ["--disable-overlap-schedule", "--disable-cuda-graph"]
+        if self.hierarchical:
+            words.append("--enable-hierarchical-cache")
+            options |= self._hierarchical_options()
+        for name, value in options.items():
+            words += [f"--{name}", str(value)]
+        return [*words, *self.arguments]
+
+    def _hierarchical_options(self) -> dict[str, Any]:
+        io_backend = "direct" if self.layout in ("layer_first", "page_first_direct") else "kernel"
+        options = {
             "page-size": self.page_size,
             "hicache-ratio": 2.0,
             "hicache-mem-layout": self.layout,
@@ -81,11 +95,7 @@ class Launch:
         if self.storage is not None:
             options["hicache-storage-backend"] = "dynamic"
             options["hicache-storage-backend-extra-config"] = json.dumps(self.storage)
-        words = [str(self.python), "-m", "sglang.launch_server", "--enable-hierarchical-cache"]
-        words += ["--disable-overlap-schedule", "--disable-cuda-graph", "--skip-server-warmup"]
-        for name, value in options.items():
-            words += [f"--{name}", str(value)]
-        return [*words, *self.arguments]
+        return options
 
     def variables(self) -> dict[str, str]:
         """The parent's environment without its own PYTHONPATH, offline, on SGLang's CPU path.
