@@ -86,12 +86,11 @@ class TierEngine:
         return self.ask(prompt, **request)
 
     def lookups(self) -> Counter:
-        return Counter(
-            {
-                (labels["outcome"], labels["reason"]): int(value)
-                for labels, value in self.samples("kvxfer_lookup_blocks_total")
-            }
-        )
+        """Blocks looked up so far under whatever name, by (outcome, reason)."""
+        blocks = Counter()
+        for labels, value in self.samples("kvxfer_lookup_blocks_total"):
+            blocks[labels["outcome"], labels["reason"]] += int(value)
+        return blocks
 
     def written(self, *kinds: str) -> int:
         """Blocks handed to the store, whatever became of them."""

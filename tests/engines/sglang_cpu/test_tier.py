@@ -165,11 +165,12 @@ def down_mapper(folder, artifact):
     generator = torch.Generator().manual_seed(0)
 
     def maps(width_in, width_out):
-        shape = (target.kv_heads, width_in, width_out)
-        bias = torch.zeros(target.kv_heads, width_out)
+        weights = torch.randn(
+            target.layers, target.kv_heads, width_in, width_out, generator=generator
+        )
         return tuple(
-            LayerMap((0,), torch.randn(shape, generator=generator) / width_in, bias)
-            for _ in range(target.layers)
+            LayerMap((0,), weight.clone() / width_in, torch.zeros(target.kv_heads, width_out))
+            for weight in weights
         )
 
     mapper = Mapper(
@@ -212,8 +213,8 @@ def test_a_derived_block_is_never_a_source(engines, manifest, texts, family_mapp
 def test_tenants_share_nothing(engines, texts):
     (prompt,) = texts(1, tokens=9 * PAGE + 3)
     engines.small.ask_and_store(prompt, extra_key="one")
-    for engine in (engines.small, engines.large):
-        other = engine.ask(prompt, extra_key="two")
+    for engine, tenant in ((engines.small, "two"), (engines.large, "three")):
+        other = engine.ask(prompt, extra_key=tenant)
         assert other.reply.cached.get("storage", 0) == 0
         assert other.blocks == {("missed", "absent"): 9}
     own = engines.large.ask(prompt, extra_key="one")
