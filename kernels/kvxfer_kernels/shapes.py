@@ -131,3 +131,12 @@ def predict(
         tiles=waves * device.tile_seconds,
         strip=shape.source_bytes(tokens) / device.memory_rate if stripped else 0.0,
     )
+
+
+def nearest_layers(
+    layer: int, target_layers: int, source_layers: int, chosen: int
+) -> tuple[int, ...]:
+    """The `chosen` source layers around the same relative depth as a target layer."""
+    centre = layer * source_layers // target_layers
+    first = min(max(centre - chosen // 2, 0), source_layers - chosen)
+    return tuple(range(first, first + chosen))

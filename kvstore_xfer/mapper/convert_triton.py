@@ -81,6 +81,7 @@ class TritonConverter:
         """Device memory of the maps, which comes on top of the budget."""
         return self._maps.device_bytes
 
+    @torch.inference_mode()  # the engine's pages may be inference tensors
     def convert(
         self, sources: Sequence[KvPage], first_tokens: Sequence[int], targets: Sequence[KvPage]
     ) -> None:
