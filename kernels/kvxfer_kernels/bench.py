@@ -174,7 +174,7 @@ def prefill_layer(pair: PairShape, tokens: int, device: torch.device) -> Callabl
     """One layer of the target over a whole prompt, with flash attention."""
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=device, dtype=torch.bfloat16) / shape[0] ** 0.5
+        return torch.randn(shape, device=device, dtype=torch.bfloat16).div_(shape[0] ** 0.5)
 
     width, queries, heads = pair.target_width, pair.query_heads, pair.target_heads
     hidden = random(tokens, pair.hidden)
