@@ -105,13 +105,18 @@ def load_family(path: str | Path) -> Family:
         raise ConfigError(f"{file}: {reason}; give a readable family manifest") from None
     try:
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
-        _refuse_duplicates(file, tree)
+        _refuse_duplicates(file, tree, set())
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else 1
         problem = getattr(error, "problem", None) or "not YAML"
         raise ConfigError(f"{file}:{line}: {problem}; correct the YAML") from None
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        # Dates and numbers that YAML recognises by their form but that do not exist.
+        raise ConfigError(f"{file}: a value cannot be read ({error}); put it in quotes") from None
     try:
         return Family.model_validate(data)
     except ValidationError as error:
@@ -133,6 +138,7 @@ def _first_error(file: Path, tree: yaml.Node | None, error: ValidationError) -> 
         field, _, message = message.partition(": ")
         where = tuple(int(part) if part.isdecimal() else part for part in field.split("."))
     name = ".".join(str(part) for part in where) or "manifest"
+    name = name.encode("unicode_escape").decode()  # one line, whatever the name is
     return f"{file}:{_line(tree, where)}: {name}: {message}"
 
 
@@ -153,16 +159,24 @@ def _line(node: yaml.Node | None, where: tuple[int | str, ...]) -> int:
     return line
 
 
-def _refuse_duplicates(file: Path, node: yaml.Node | None) -> None:
-    """YAML readers keep the last of two equal keys; here that would hide a pair or a limit."""
+def _refuse_duplicates(file: Path, node: yaml.Node | None, visited: set[int]) -> None:
+    """YAML readers keep the last of two equal keys; here that would hide a pair or a limit.
+
+    A node that aliases share, or that contains itself, is looked at once.
+    """
+    if id(node) in visited:
+        return
+    visited.add(id(node))
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigError(f"{file}:{line}: a name must be plain text; correct the YAML")
             if key.value in seen:
-                line = key.start_mark.line + 1
                 raise ConfigError(f"{file}:{line}: {key.value}: given twice; remove one")
             seen.add(key.value)
-            _refuse_duplicates(file, value)
+            _refuse_duplicates(file, value, visited)
     elif isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            _refuse_duplicates(file, item)
+            _refuse_duplicates(file, item, visited)
