@@ -112,7 +112,7 @@ def test_models_that_say_no_numbers_are_rejected(family_mapper):
     f = family_mapper
 
     def read_after(page, tokens):
-        return torch.full((len(tokens), 4096), torch.nan)
+        return torch.full((len(tokens), 2048), torch.nan)
 
     broken = SimpleNamespace(
         description=f.target.description,
