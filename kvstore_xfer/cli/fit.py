@@ -89,8 +89,8 @@ def _require_writable(out: Path) -> None:
 
     Leaves nothing behind; the folder is made when there is something to put into it.
     """
-    missing = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
+        missing = [folder for folder in (out, *out.parents) if not folder.exists()]
         out.mkdir(parents=True, exist_ok=True)
         probe = out / f".writable-{os.getpid()}"
         probe.touch()

@@ -1,0 +1,193 @@
+"""Bad input: one line on stderr that names file, field or remedy, exit code 2, disk unchanged."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvstore_xfer.cli.main import main
+
+FAMILY = Path(__file__).parents[1] / "data" / "family"
+TEXT = FAMILY / "text" / "heldout.jsonl"
+
+
+@pytest.fixture(autouse=True)
+def digest_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("KVXFER_CACHE_DIR", str(tmp_path_factory.mktemp("digests")))
+
+
+@pytest.fixture
+def fails(tmp_path, capfd):
+    """Runs a command that must fail; returns its one line."""
+
+    def call(*arguments):
+        before = tree(tmp_path)
+        code = main([str(argument) for argument in arguments])
+        output = capfd.readouterr()
+        assert (code, output.out) == (2, "")
+        lines = [line for line in output.err.splitlines() if line.strip()]
+        assert len(lines) == 1, output.err
+        assert tree(tmp_path) == before
+        return lines[0]
+
+    return call
+
+
+def tree(folder):
+    return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.fixture
+def fit(fails, tmp_path):
+    def call(source=FAMILY / "small", target=FAMILY / "large", text=TEXT, out=None, *more):
+        out = out or tmp_path / "out"
+        return fails(
+            "fit", "--source", source, "--target", target, "--text", text, "--out", out, *more
+        )
+
+    return call
+
+
+@pytest.fixture
+def model(tmp_path):
+    return Path(shutil.copytree(FAMILY / "small", tmp_path / "model"))
+
+
+def test_a_missing_model_text_and_mapper(fit, fails, tmp_path):
+    assert "no-model" in fit(source=tmp_path / "no-model")
+    assert "no.jsonl: No such file or directory" in fit(text=tmp_path / "no.jsonl")
+    assert "none/manifest.json: No such file" in fails("check", tmp_path / "none", "--text", TEXT)
+
+
+def test_a_truncated_safetensors_file(fit, fails, model):
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    assert "model.safetensors" in fit(source=model)
+    assert "model.safetensors" in fails("describe", model)
+
+
+def test_two_models_with_different_tokenizers(fit, model):
+    file = model / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["model"]["merges"].pop()
+    file.write_text(json.dumps(tokenizer))
+    assert "tokenizers differ" in fit(source=model)
+
+
+def test_a_model_whose_cache_does_not_convert(fit, model):
+    file = model / "config.json"
+    config = json.loads(file.read_text())
+    mla = {"model_type": "deepseek_v3", "kv_lora_rank": 16, "qk_rope_head_dim": 8}
+    config.pop("architectures", None)
+    file.write_text(json.dumps({**config, **mla}))
+    line = fit(source=model)
+    assert "cannot be converted" in line
+    assert "MLA" in line or "mla" in line or "latent" in line
+
+
+def test_an_empty_text_and_a_text_shorter_than_one_sequence(fit, tmp_path):
+    for name, content, message in (
+        ("empty.txt", "", "holds no text"),
+        ("short.txt", "A short text.", "--sequence-tokens"),
+    ):
+        (tmp_path / name).write_text(content)
+        line = fit(text=tmp_path / name)
+        assert name in line
+        assert message in line
+
+
+def test_a_manifest_with_an_unknown_field(fails, tmp_path):
+    file = tmp_path / "family.yaml"
+    file.write_text("family: f\nstore: local:s\nmodels:\n  a: {path: x}\ncolour: red\n")
+    assert f"{file}:5: colour: unknown field" in fails("family", "validate", file)
+
+
+def test_a_store_of_an_unknown_scheme(fails, tmp_path):
+    assert "unknown scheme 'ftp'" in fails("store", "ls", "ftp://host/x")
+    file = tmp_path / "family.yaml"
+    file.write_text("family: f\nstore: ftp://host\nmodels:\n  a: {path: x}\n")
+    assert "store: " in fails("family", "validate", file)
+
+
+def test_a_flipped_byte_in_a_mapper_folder(fails, family_mapper, tmp_path):
+    for name in ("manifest.json", "mapper.safetensors"):
+        folder = Path(shutil.copytree(family_mapper.folder, tmp_path / name.partition(".")[0]))
+        raw = bytearray((folder / name).read_bytes())
+        raw[len(raw) // 2] ^= 1
+        (folder / name).write_bytes(raw)
+        line = fails("check", folder, "--text", TEXT)
+        assert str(folder / name) in line
+        assert "damaged" in line
+
+
+def test_a_folder_where_nothing_can_be_written(fit):
+    assert "--out /proc/kvxfer/out" in fit(out=Path("/proc/kvxfer/out"))
+
+
+def test_a_read_only_folder(tmp_path):
+    """As somebody who is not root, in a process of its own: root may write everywhere."""
+    code = f"""
+import os, sys
+from pathlib import Path
+from kvstore_xfer.cli.fit import _require_writable
+from kvstore_xfer.errors import KvxferError
+if os.geteuid() == 0: os.seteuid(65534)
+try: _require_writable(Path({str(tmp_path / "locked" / "out")!r}))
+except KvxferError as error: print(error); sys.exit(2)
+"""
+    (tmp_path / "locked").mkdir(mode=0o555)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "")
+    assert "locked/out" in done.stdout
+    assert not (tmp_path / "locked" / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["describe", "fit", "check", "family", "store", "demo"])
+def test_every_command_has_help(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: kvxfer {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["nonsense"],
+        ["fit", "--nonsense"],
+        ["check", "m", "--text", "t", "--passages", "0"],
+        ["fit", "--source", "s", "--target", "t", "--text", "x", "--out", "o", "--ridge", "-1"],
+        ["fit", "--source", "s", "--target", "t", "--text", "x", "--out", "o", "--layers", "0"],
+    ],
+)
+def test_wrong_options_are_explained(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "kvxfer" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_ctrl_c_is_one_line_and_130(monkeypatch, capsys):
+    from kvstore_xfer.cli import describe
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(describe, "run", interrupt)
+    assert main(["describe", "x"]) == 130
+    assert capsys.readouterr().err == "kvxfer: interrupted\n"
+
+
+def test_the_installed_command_reports_the_same(tmp_path):
+    command = Path(sys.executable).with_name("kvxfer")
+    done = subprocess.run(
+        [command, "store", "ls", "ftp://x"], capture_output=True, text=True, env=dict(os.environ)
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvxfer: error: store 'ftp://x': unknown scheme")
+    assert len(done.stderr.splitlines()) == 1
