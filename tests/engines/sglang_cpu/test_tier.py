@@ -222,11 +222,12 @@ def test_tenants_share_nothing(engines, texts):
 
 
 def other_weights(folder, model):
-    """A copy of a model with one of its matrices changed."""
+    """A copy of a model whose values have the other sign."""
     shutil.copytree(model, folder)
     weights = load_file(folder / "model.safetensors")
-    name = next(name for name in weights if name.endswith("k_proj.weight"))
-    weights[name] = weights[name] * 1.5
+    for name in weights:
+        if name.endswith("v_proj.weight"):
+            weights[name] = -weights[name]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
