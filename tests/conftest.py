@@ -17,6 +17,23 @@ torch.set_num_threads(1)
 FAMILY = Path(__file__).parent / "data" / "family"
 
 
+def _fail_if_skipped(report):
+    """In CI everything a test needs is there: a skip hides a fault of the set-up."""
+    if os.environ.get("CI") and report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome, report.longrepr = "failed", f"skipped in CI: {report.longrepr}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    return _fail_if_skipped((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    return _fail_if_skipped((yield))
+
+
 @pytest.fixture(scope="session")
 def make_description():
     """A made-up model: only geometry, RoPE and digests."""

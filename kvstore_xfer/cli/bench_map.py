@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from kvxfer_kernels import shapes
 from rich.console import Console
 from rich.table import Table
 
@@ -25,6 +24,7 @@ from kvstore_xfer.mapper.maps import LayerMap, Mapper, Method, assign_heads
 from kvstore_xfer.models.attention import AttentionKind
 from kvstore_xfer.models.description import ModelDescription
 from kvstore_xfer.rope.spec import RopeSpec
+from kvxfer_kernels import shapes
 
 if TYPE_CHECKING:
     import argparse

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvxfer_transformers.model import load_model
 from rich.console import Console
 from rich.table import Table
 
@@ -22,6 +21,7 @@ from kvstore_xfer.errors import ConfigError
 from kvstore_xfer.fit.text import cut_sequences
 from kvstore_xfer.gate.check import check
 from kvstore_xfer.mapper.artifact import load, record_gate
+from kvxfer_transformers.model import load_model
 
 if TYPE_CHECKING:
     import argparse

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from kvxfer_transformers.model import load_model
-from kvxfer_transformers.session import Session, engine_of, greedy
 from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache
@@ -28,14 +26,15 @@ from kvstore_xfer.gate.check import check
 from kvstore_xfer.mapper.artifact import record_gate
 from kvstore_xfer.outcome import Outcome
 from kvstore_xfer.tier.open import open_tier
+from kvxfer_transformers.model import load_model
+from kvxfer_transformers.session import Session, engine_of, greedy
 
 if TYPE_CHECKING:
     import argparse
 
-    from kvxfer_transformers.model import LoadedModel
-
     from kvstore_xfer.gate.record import GateRecord
     from kvstore_xfer.tier.tier import Tier
+    from kvxfer_transformers.model import LoadedModel
 
 BLOCK_TOKENS = 16
 SEQUENCE_TOKENS = 256

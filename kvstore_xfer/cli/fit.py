@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvxfer_transformers.model import load_model
-
 from kvstore_xfer.cli.common import (
     add_model_options,
     auto_or_int,
@@ -26,6 +24,7 @@ from kvstore_xfer.fit.text import cut_sequences
 from kvstore_xfer.mapper.artifact import MANIFEST_FILE
 from kvstore_xfer.mapper.maps import Method
 from kvstore_xfer.models.description import describe
+from kvxfer_transformers.model import load_model
 
 if TYPE_CHECKING:
     import argparse
@@ -78,6 +77,7 @@ def run(options: argparse.Namespace) -> int:
             FitOptions(Method(options.method), options.layers, options.ridge),
             resume=options.resume,
             device=device,
+            dtype=str(target.dtype).removeprefix("torch."),
             progress=update,
         )
     sys.stdout.write(_as_json(artifact) if options.json else _as_text(artifact, options.out))

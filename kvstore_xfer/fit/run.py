@@ -56,16 +56,18 @@ def fit(
     *,
     resume: bool = False,
     device: str = "cpu",
+    dtype: str = "float32",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Artifact:
     """Fit the maps of one ordered pair and write the mapper folder `out`.
 
     Moments are checkpointed once a minute and on Ctrl-C (InterruptedFitError); with `resume` the
-    loop goes on after the last checkpoint. `progress` is told sequences done and in all.
+    loop goes on after the last checkpoint. `dtype` is the one the captures run in, `progress` is
+    told sequences done and in all.
     Raises ModelError and ConfigError as `Accumulator` does.
     """
     accumulator = Accumulator(source.model, target.model, options, device)
-    run = _run_key(source.model, target.model, sequences, options)
+    run = {**_run_key(source.model, target.model, sequences, options), "--dtype": dtype}
     start = load_checkpoint(out, run, accumulator.moments) if resume else 0
     saved = time.monotonic()
     with _DeferredInterrupt() as interrupted:

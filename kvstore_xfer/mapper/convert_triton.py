@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+
+from kvstore_xfer.mapper.maps import Method
 from kvxfer_kernels.launch import tuning_for
 from kvxfer_kernels.map_blocks import map_blocks
 from kvxfer_kernels.pack import pack_maps
@@ -22,8 +24,6 @@ from kvxfer_kernels.staging import (
     batches,
     token_positions,
 )
-
-from kvstore_xfer.mapper.maps import Method
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

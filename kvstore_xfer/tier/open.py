@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from kvstore_xfer.store.base import BlockStore
 
 _log = logging.getLogger(__name__)
+_ANNOUNCE_ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
@@ -124,22 +125,27 @@ def announce(store: BlockStore, engine: Engine) -> None:
 
     Raises StoreError when it cannot be written.
     """
-    identity = engine.identity
     layout = engine.layout or (engine.own_shard,)
+    # Another layout's engine may start at the same moment and overwrite what we have just written.
+    for _ in range(_ANNOUNCE_ATTEMPTS):
+        layouts = _announced(store, engine.identity)
+        if layout in layouts:
+            return
+        record = IdentityRecord(engine.identity, engine.model, (*layouts, layout))
+        header, payload = record.encode()
+        status = store.write([WriteRequest(header, [memoryview(payload)])], overwrite=True)[0]
+        if status is not WriteStatus.STORED:
+            raise StoreError(
+                f"store: the identity record could not be written ({status.value}); "
+                "check that its folder is writable and has room"
+            )
+
+
+def _announced(store: BlockStore, identity: Identity) -> tuple[tuple[Shard, ...], ...]:
     known = store.read([ReadRequest(IdentityRecord.key(identity.digest))])[0]
-    layouts: tuple[tuple[Shard, ...], ...] = ()
-    if known.status is ReadStatus.OK and known.payload is not None:
-        layouts = layouts_of(known.payload)
-    if layout in layouts:
-        return
-    record = IdentityRecord(identity, engine.model, (*layouts, layout))
-    header, payload = record.encode()
-    status = store.write([WriteRequest(header, [memoryview(payload)])], overwrite=True)[0]
-    if status is not WriteStatus.STORED:
-        raise StoreError(
-            f"store: the identity record could not be written ({status.value}); "
-            "check that its folder is writable and has room"
-        )
+    if known.status is not ReadStatus.OK or known.payload is None:
+        return ()
+    return layouts_of(known.payload)
 
 
 def _pairs(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import triton
+
 from kvxfer_kernels import bench, shapes
 from kvxfer_kernels.launch import architecture, tuning_for
 from kvxfer_kernels.map_blocks import map_blocks

@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from kvxfer_transformers.cache import page_of_cache
-from kvxfer_transformers.model import load_model
-from kvxfer_transformers.session import Session, engine_of
 
 from kvstore_xfer.fit.accumulate import FitOptions
 from kvstore_xfer.fit.run import Side, fit
@@ -20,6 +17,9 @@ from kvstore_xfer.gate.record import GateRecord, subject
 from kvstore_xfer.mapper.artifact import load, record_gate
 from kvstore_xfer.outcome import Outcome
 from kvstore_xfer.tier.open import open_tier
+from kvxfer_transformers.cache import page_of_cache
+from kvxfer_transformers.model import load_model
+from kvxfer_transformers.session import Session, engine_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

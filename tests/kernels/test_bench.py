@@ -9,12 +9,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from kvstore_xfer.cli import main as cli
+from kvstore_xfer.cli.bench_map import CpuWork
 from kvxfer_kernels import bench, shapes
 from kvxfer_kernels.testing import relative_error
 from kvxfer_kernels.tuning import INTERPRETER
-
-from kvstore_xfer.cli import main as cli
-from kvstore_xfer.cli.bench_map import CpuWork
 
 SMALL = replace(
     shapes.PAIRS["qwen3-14b-32b"],

@@ -12,9 +12,6 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from kvxfer_kernels.staging import Block, Staging
-from kvxfer_kernels.testing import TOLERANCE, Pair, Side, make_pair, relative_error
-
 from kvstore_xfer.blocks.page import KvPage
 from kvstore_xfer.mapper import convert
 from kvstore_xfer.mapper.convert import TorchConverter
@@ -22,6 +19,8 @@ from kvstore_xfer.mapper.convert_select import make_converter
 from kvstore_xfer.mapper.convert_triton import TritonConverter
 from kvstore_xfer.mapper.maps import LayerMap, Mapper, Method
 from kvstore_xfer.rope.spec import RopeSpec
+from kvxfer_kernels.staging import Block, Staging
+from kvxfer_kernels.testing import TOLERANCE, Pair, Side, make_pair, relative_error
 
 if TYPE_CHECKING:
     from kvstore_xfer.mapper.convert import Converter

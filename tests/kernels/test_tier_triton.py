@@ -7,10 +7,9 @@ import pytest
 
 pytest.importorskip("triton")
 
-from kvxfer_kernels.testing import relative_error
-
 from kvstore_xfer.mapper.convert import TorchConverter
 from kvstore_xfer.mapper.convert_triton import TritonConverter
+from kvxfer_kernels.testing import relative_error
 
 # Two roundings to bf16, the CPU path's product and the result: 2^-8 each at most.
 TWO_ROUNDINGS = 2 * 2**-8

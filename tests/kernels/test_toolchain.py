@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
+
 from kvxfer_kernels import aot, shapes, tuning
 
 KERNELS = Path(aot.__file__).parent

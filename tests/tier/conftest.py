@@ -140,7 +140,7 @@ class Toy:
 
     @staticmethod
     def cache(model, tokens, heads=slice(None)):
-        """Keys and values ``[L, T, H, D]``: a sine of token, layer, head and width; keys rotated."""
+        """Keys (rotated) and values ``[L, T, H, D]``: a sine of token, layer, head and width."""
 
         def content(width, phase):
             grids = torch.meshgrid(

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+
+from kvstore_xfer.blocks.page import KvPage
 from kvxfer_sglang.attach import UNLISTED, attach
 from kvxfer_sglang.config import Settings
 from kvxfer_sglang.facts import EngineFacts
 from kvxfer_sglang.refusals import Refusal
-
-from kvstore_xfer.blocks.page import KvPage
 
 SMALL = Path(__file__).parents[2] / "data" / "family" / "small"
 LAYERS, HEADS, DIM, TOKENS, PAGES = 6, 4, 32, 16, 3

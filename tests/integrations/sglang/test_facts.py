@@ -3,6 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from kvxfer_sglang.facts import (
     BIGRAM_HASHES,
     UNIGRAM_HASHES,

@@ -2,6 +2,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+
 from kvxfer_sglang import plugin
 from kvxfer_sglang.plugin import PAGE_SIZE, turn_on
 

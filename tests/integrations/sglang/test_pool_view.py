@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from kvxfer_sglang.pool_view import PoolView, UnsupportedPoolError
 
 LAYERS, PAGES, TOKENS, HEADS, DIM = 3, 5, 4, 2, 8

@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-from kvxfer_transformers.cache import cache_of_page
-from kvxfer_transformers.model import load_model
-from kvxfer_transformers.session import Session, engine_of, greedy
 from transformers import DynamicCache
 
 from kvstore_xfer.blocks.page import KvPage
@@ -12,6 +9,9 @@ from kvstore_xfer.mapper.artifact import load, record_gate
 from kvstore_xfer.mapper.convert import TorchConverter
 from kvstore_xfer.outcome import Outcome
 from kvstore_xfer.tier.open import open_tier
+from kvxfer_transformers.cache import cache_of_page
+from kvxfer_transformers.model import load_model
+from kvxfer_transformers.session import Session, engine_of, greedy
 
 BLOCK = 16
 PROMPT = 200  # twelve whole blocks and half a block

@@ -1,0 +1,91 @@
+"""Opening a tier from a manifest: the real pair, and every way it can be wrong."""
+
+import shutil
+
+import pytest
+
+from kvstore_xfer.errors import ConfigError, StoreError
+from kvstore_xfer.mapper.artifact import MANIFEST_FILE
+from kvstore_xfer.outcome import Reason
+from kvstore_xfer.store.base import WriteStatus
+from kvstore_xfer.tier.open import announce, open_tier
+from kvstore_xfer.tier.policy import Direction
+from kvxfer_transformers.session import engine_of
+
+
+@pytest.fixture
+def manifest(family_mapper, tmp_path):
+    """Writes a manifest of the pair; `pair` adds fields to it."""
+    shutil.copytree(family_mapper.folder, tmp_path / "mapper")
+
+    def write(pair="", store="local:store?min_free=0"):
+        file = tmp_path / "family.yaml"
+        file.write_text(
+            f"family: tiny\nstore: '{store}'\n"
+            "models: {small: {path: small}, large: {path: large}}\n"
+            f"pairs: [{{source: small, target: large, mapper: mapper{pair}}}]\n"
+        )
+        return file
+
+    return write
+
+
+@pytest.fixture
+def engine(family_mapper):
+    return engine_of(family_mapper.target, 16)
+
+
+def test_an_accepted_pair_serves_and_paths_are_relative_to_the_manifest(manifest, engine, tmp_path):
+    tier = open_tier(manifest(), "large", engine)
+    try:
+        (pair,) = tier.pairs
+        assert pair.refusal is None
+        assert pair.direction is Direction.UP
+        assert (tmp_path / "store").is_dir()
+    finally:
+        tier.close()
+
+
+def test_the_member_must_be_in_the_manifest(manifest, engine):
+    with pytest.raises(ConfigError, match="no 'huge'; known: large, small"):
+        open_tier(manifest(), "huge", engine)
+
+
+def test_a_stated_direction_must_be_the_models(manifest, engine):
+    with pytest.raises(ConfigError, match="the models' sizes say up"):
+        open_tier(manifest(", direction: down"), "large", engine)
+
+
+def test_a_disabled_pair_is_kept_and_says_so(manifest, engine):
+    tier = open_tier(manifest(", policy: {enabled: false}"), "large", engine)
+    try:
+        assert tier.pairs[0].refusal is Reason.DISABLED
+    finally:
+        tier.close()
+
+
+def test_a_damaged_mapper_turns_its_pair_off_and_nothing_else(manifest, engine, tmp_path, caplog):
+    (tmp_path / "mapper" / MANIFEST_FILE).write_text("{}")
+    tier = open_tier(manifest(), "large", engine)
+    try:
+        assert tier.pairs == ()
+        assert "damaged" in caplog.text
+    finally:
+        tier.close()
+
+
+def test_a_store_that_cannot_be_used_is_an_error(manifest, engine, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="file"):
+        open_tier(manifest(store="local:file"), "large", engine)
+
+
+def test_an_identity_record_that_cannot_be_written_is_an_error(engine, tmp_path):
+    from kvstore_xfer.store.local import LocalStore
+
+    class FullStore(LocalStore):
+        def write(self, requests, *, overwrite=False):
+            return [WriteStatus.FULL for _ in requests]
+
+    with FullStore(tmp_path / "store") as store, pytest.raises(StoreError, match="full"):
+        announce(store, engine)
