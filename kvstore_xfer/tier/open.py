@@ -20,7 +20,7 @@ from kvstore_xfer.blocks.identity import (
 from kvstore_xfer.errors import ArtifactError, ConfigError, StoreError
 from kvstore_xfer.family import Family, PairEntry, load_family, policy_of
 from kvstore_xfer.mapper.artifact import load
-from kvstore_xfer.mapper.convert import TorchConverter
+from kvstore_xfer.mapper.convert_select import make_converter
 from kvstore_xfer.store.base import ReadRequest, ReadStatus, WriteRequest, WriteStatus
 from kvstore_xfer.store.url import open_store
 from kvstore_xfer.tier.pair import Pair, layouts_of, make_pair
@@ -81,12 +81,12 @@ def open_tier(
     engine: Engine,
     *,
     store: BlockStore | None = None,
-    make_converter: Callable[[Mapper, torch.dtype], Converter] = TorchConverter,
+    make_converter: Callable[[Mapper, torch.dtype], Converter] = make_converter,
 ) -> Tier:
     """The tier of `member` (a name under ``models`` of the manifest), announced in the store.
 
     A mapper folder that cannot be loaded turns its pair off, with an error in the log; the rest
-    works. `store` overrides the manifest's; the tier closes only a store it opened itself.
+    works. By default conversion runs on the GPU when there is one. `store` overrides the manifest's; the tier closes only a store it opened itself.
 
     Raises
     ------
