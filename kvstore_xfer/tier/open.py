@@ -86,7 +86,8 @@ def open_tier(
     """The tier of `member` (a name under ``models`` of the manifest), announced in the store.
 
     A mapper folder that cannot be loaded turns its pair off, with an error in the log; the rest
-    works. By default conversion runs on the GPU when there is one. `store` overrides the manifest's; the tier closes only a store it opened itself.
+    works. By default conversion runs on the GPU when there is one. `store` overrides the
+    manifest's; the tier closes only a store it opened itself.
 
     Raises
     ------
