@@ -221,6 +221,18 @@ def test_a_removed_folder_is_an_error_and_no_answer(tmp_path, open_store):
             call()
 
 
+def test_a_folder_that_goes_away_and_comes_back_is_used_again(tmp_path):
+    root, away = tmp_path / "store", tmp_path / "away"
+    with LocalStore(root, min_free_bytes=0) as store:
+        fill_store(store, [1])
+        root.rename(away)
+        assert present(store, [1]) == []
+        assert fill_store(store, [2]) == [WriteStatus.ERROR]
+        away.rename(root)
+        assert present(store, [1]) == [1]
+        assert fill_store(store, [2]) == [WriteStatus.STORED]
+
+
 # Sharing
 
 

@@ -77,7 +77,7 @@ class Environment:
         self._data = folder / "data.mdb"
         self._env = _open(folder, databases, map_bytes)
         self.gate = Gate()
-        self._inode = os.stat(self._data).st_ino
+        self._inode: int | None = os.stat(self._data).st_ino
         try:
             self._refuse_truncated()
             self._env.reader_check()
@@ -95,6 +95,11 @@ class Environment:
             return os.stat(self._data).st_ino == self._inode
         except FileNotFoundError:
             return False
+
+    def abandon(self) -> None:
+        """Close; never current again, even when the same folder comes back to its path."""
+        self._inode = None
+        self.close()
 
     @contextmanager
     def reading(self) -> Iterator[lmdb.Transaction]:

@@ -245,7 +245,7 @@ class Folder:
         if self._index.environment.current and not self._damaged:
             return
         found_damaged_here = self._damaged and self._index.environment.current
-        self._index.close()
+        self._index.environment.abandon()
         if found_damaged_here:
             with self.layout.locked(exclusive=True):
                 shutil.rmtree(self.layout.index, ignore_errors=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
-from sglang_cpu.server import Reply, SglangServer, eventually
+from sglang_cpu.server import Reply, ServerError, SglangServer, eventually
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -115,6 +115,16 @@ class TierEngine:
 
     def attach(self, manifest: Path, **further: Any) -> None:
         """Attach storage under another manifest, with the engine's own tiers empty."""
-        self.server.detach_storage()
+        eventually(self._detached, 30)
         self.server.flush_cache()
         self.server.attach_storage(extra_config(manifest, **further))
+
+    def _detached(self) -> bool:
+        """SGLang refuses while the last page of an answer is still on its way."""
+        try:
+            self.server.detach_storage()
+        except ServerError as error:
+            if "not idle" not in str(error):
+                raise
+            return False
+        return True

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from kvxfer_transformers.cache import cache_of_page
 from transformers import DynamicCache
 
 from kvstore_xfer.blocks.page import KvPage
 from kvstore_xfer.mapper.convert import TorchConverter
+from kvxfer_transformers.cache import cache_of_page
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,7 +1,8 @@
 """``KVXFER_CONFIG`` and nothing else: no option of the hierarchical cache is given."""
 
-from kvxfer_sglang.plugin import PAGE_SIZE
 from sglang_cpu.engine import TierEngine
+
+from kvxfer_sglang.plugin import PAGE_SIZE
 
 
 def test_the_variable_alone_turns_the_tier_on(launch, manifest, texts, tmp_path):

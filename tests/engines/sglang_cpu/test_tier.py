@@ -78,6 +78,7 @@ def next_token_distributions(engine, prompt, start, **request):
     return asked, table
 
 
+@pytest.mark.timeout(900, func_only=True)  # 60 passages, 16 million log-probabilities as JSON
 def test_distributions_agree_within_the_interval_of_the_gate(engines, texts, family_mapper):
     kl, top1 = [], []
     prefix = WHOLE * PAGE

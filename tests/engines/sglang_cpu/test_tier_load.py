@@ -7,6 +7,7 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 from sglang_cpu.engine import NEW_TOKENS, PAGE
 
 SECONDS, CLIENTS, PREFIXES, TAILS = 120, 32, 8, 4
@@ -79,6 +80,7 @@ def is_right(oracle, name, prompt, tokens):
     return any(oracle.of_target(prompt, PAGE * n).agrees(tokens) for n in pages)
 
 
+@pytest.mark.timeout(900, func_only=True)
 def test_two_minutes_of_concurrent_requests(engines, texts, oracle):
     prompts = make_prompts(texts)
     for prompt in prompts:

@@ -10,9 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from kvxfer_sglang import attach, config, hicache
-from kvxfer_sglang.facts import EngineFacts, heads_of_rank
-from kvxfer_sglang.pool_view import PoolView
 from real_pools import mha_pool
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageExtraInfo,
@@ -28,6 +25,9 @@ from kvstore_xfer.models.attention import AttentionKind
 from kvstore_xfer.models.description import ModelDescription
 from kvstore_xfer.rope.spec import RopeSpec
 from kvstore_xfer.store.local.store import LocalStore
+from kvxfer_sglang import attach, config, hicache
+from kvxfer_sglang.facts import EngineFacts, heads_of_rank
+from kvxfer_sglang.pool_view import PoolView
 
 PAGE, PAGES, HEADS, DIM = 4, 7, 4, 8
 LAYERS = {"source": 3, "target": 5}

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from kvxfer_sglang.pool_view import PoolView, UnsupportedPoolError
 from real_pools import mha_pool, mla_pool
+
+from kvxfer_sglang.pool_view import PoolView, UnsupportedPoolError
 
 LAYOUTS = ["layer_first", "page_first", "page_first_direct", "page_head"]
 ORDER = {  # dimensions of SGLang's flat page, after the component, and the way to [L, T, H, D]

@@ -7,9 +7,10 @@ import json
 import threading
 from dataclasses import asdict
 
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+
 from kvxfer_sglang.facts import read_facts
 from kvxfer_sglang.refusals import conversion_refusals
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 
 class RecordingStorage(HiCacheStorage):
