@@ -56,7 +56,6 @@ def test_the_layers_around_the_same_depth():
     assert shapes.nearest_layers(63, 64, 40, 8) == tuple(range(32, 40))
 
 
-@pytest.mark.skipif("bench" not in cli._COMMANDS, reason="kvxfer bench is not registered yet")
 def test_bench_map_prints_a_row_per_length(capsys):
     arguments = ["--pair", "qwen3-14b-32b", "--tokens", "64", "--layers", "1", "--device", "cpu"]
     assert cli.main(["bench", "map", *arguments]) == 0
