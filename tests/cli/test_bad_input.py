@@ -191,3 +191,9 @@ def test_the_installed_command_reports_the_same(tmp_path):
     assert done.returncode == 2
     assert done.stderr.startswith("kvxfer: error: store 'ftp://x': unknown scheme")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_demo_says_before_its_work_that_it_cannot_write_its_figures(fails, tmp_path):
+    line = fails("demo", "--json", tmp_path / "missing" / "figures.json")
+    assert "--json" in line
+    assert "figures.json" in line
