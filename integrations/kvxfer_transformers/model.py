@@ -81,9 +81,17 @@ def load_model(
     description = describe(path, revision=revision)
     logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, revision=revision)
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, revision=revision, output_loading_info=True
+        )
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(f"{path}: cannot be loaded ({reason}); check the folder") from None
+    wrong = [*loading["missing_keys"], *loading["mismatched_keys"]]
+    if wrong:
+        raise ModelError(
+            f"{path}: {len(wrong)} weights are missing or of another shape than config.json says, "
+            f"such as {sorted(map(str, wrong))[0]}; check the folder"
+        )
     return LoadedModel(model.to(device).eval(), tokenizer, description)

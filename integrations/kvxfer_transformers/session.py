@@ -16,6 +16,7 @@ from transformers import DynamicCache
 
 from kvstore_xfer.blocks.chain import HASH_SCHEME, chain_hashes
 from kvstore_xfer.blocks.page import KvPage
+from kvstore_xfer.errors import ModelError
 from kvstore_xfer.outcome import Outcome
 from kvstore_xfer.tier.open import Engine
 from kvxfer_transformers.cache import cache_of_page, page_of_cache
@@ -49,9 +50,18 @@ def engine_of(model: LoadedModel, block_tokens: int) -> Engine:
 
 
 class Session:
-    """One model behind one tier. `salt` keeps a tenant's blocks apart from all others."""
+    """One model behind one tier. `salt` keeps a tenant's blocks apart from all others.
+
+    Raises ModelError when the tier is not that of this model in this dtype.
+    """
 
     def __init__(self, model: LoadedModel, tier: Tier, salt: str = "") -> None:
+        own = engine_of(model, tier.identity.block_tokens)
+        if own.identity != tier.identity or own.block_shape != tier.shape:
+            raise ModelError(
+                f"tier {tier.name!r} is not that of {model.description.name} in {own.kv_dtype}; "
+                "open it with engine_of(model, ...) of this model"
+            )
         self._model = model
         self._tier = tier
         self._salt = salt

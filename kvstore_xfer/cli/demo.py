@@ -267,6 +267,9 @@ def _print(figures: dict[str, Any], console: Console) -> None:
         "without the tier", *["-"] * 4, f"{figures['prompt_tokens']:,}", f"{native * 1e3:.0f} ms"
     )
     console.print(table)
+    if not figures["lookups"][0]["converted"]:
+        console.print("nothing was converted: the gate or the policy declined it")
+        return
     console.print(
         f"first token {native / seconds[0]:.1f}x sooner through conversion, "
         f"{native / seconds[1]:.1f}x from derived blocks; finding {figures['blocks']} blocks took "

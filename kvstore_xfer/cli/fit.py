@@ -61,6 +61,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(options: argparse.Namespace) -> int:
     _require_writable(options.out)
+    # A folder is remembered by its full path: 'check' may run elsewhere.
+    options.source, options.target = map(_located, (options.source, options.target))
     require_pair(describe(options.source), describe(options.target))
     device = torch_device(options.device)
     target = load_model(options.target, dtype=torch_dtype(options.dtype), device=device)
@@ -82,6 +84,10 @@ def run(options: argparse.Namespace) -> int:
         )
     sys.stdout.write(_as_json(artifact) if options.json else _as_text(artifact, options.out))
     return 0
+
+
+def _located(model: str) -> str:
+    return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
 def _require_writable(out: Path) -> None:

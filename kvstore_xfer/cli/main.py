@@ -1,7 +1,7 @@
 """Entry point of `kvxfer`: parse, run one subcommand, turn errors into one line.
 
 Exit codes: 0 done, 1 the store is damaged (`store verify`), 2 bad input, 3 mapper rejected
-(`check`), 130 interrupted.
+(`check`), 70 a fault of ours, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -44,6 +44,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output (head, less) has gone; nothing more to say, and no traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        sys.stderr.write(f"kvxfer: error: {error.filename or 'output'}: {error.strerror}\n")
+        return 2
+    except Exception as error:
+        if "KVXFER_TRACEBACK" in os.environ:
+            raise
+        cause = (str(error).splitlines() or [""])[0][:300]
+        sys.stderr.write(
+            f"kvxfer: error: {type(error).__name__}: {cause}; not foreseen, please report it with "
+            "the traceback that KVXFER_TRACEBACK=1 shows\n"
+        )
+        return 70
     except KeyboardInterrupt as interrupt:
         kept = f": {interrupt}" if str(interrupt) else ""
         sys.stderr.write(f"kvxfer: interrupted{kept}\n")

@@ -18,7 +18,7 @@ from rich.table import Table
 from kvstore_xfer.blocks.key import BlockKey
 from kvstore_xfer.errors import BlockFormatError, ConfigError
 from kvstore_xfer.store.base import ReadRequest, ReadStatus
-from kvstore_xfer.store.url import open_store
+from kvstore_xfer.store.url import local_folder, open_store
 
 if TYPE_CHECKING:
     import argparse
@@ -48,7 +48,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     stat.add_argument("--json", action="store_true", help="one JSON object")
     stat.set_defaults(run=_stat)
 
-    verify = commands.add_parser("verify", help="read every block and check it; exit 1 on damage")
+    verify = commands.add_parser(
+        "verify", help="read and check every block, remove damaged ones; exit 1 on damage"
+    )
     verify.add_argument("url", metavar="URL", help=_URL_HELP)
     verify.set_defaults(run=_verify)
 
@@ -59,8 +61,16 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     clear.set_defaults(run=_clear)
 
 
+def _existing(url: str) -> BlockStore:
+    """Open a store that is there: looking at one must not create it."""
+    folder = local_folder(url)
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"store {url!r}: no folder {folder}; correct the URL")
+    return open_store(url)
+
+
 def _ls(args: argparse.Namespace) -> int:
-    with closing(open_store(args.url)) as store:
+    with closing(_existing(args.url)) as store:
         rows = store.scan(args.prefix)
         if args.json:
             for row in rows:
@@ -73,7 +83,7 @@ def _ls(args: argparse.Namespace) -> int:
 
 
 def _stat(args: argparse.Namespace) -> int:
-    with closing(open_store(args.url)) as store:
+    with closing(_existing(args.url)) as store:
         stats = store.stats()
         groups = _groups(store.scan())
     if args.json:
@@ -97,7 +107,7 @@ def _stat(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     damaged: list[str] = []
     counts: Counter[ReadStatus] = Counter()
-    with closing(open_store(args.url)) as store, _progress() as progress:
+    with closing(_existing(args.url)) as store, _progress() as progress:
         task = progress.add_task("verify", total=store.stats().blocks)
         for keys in _batches(row.key for row in store.scan()):
             results = store.read([ReadRequest(key, touch=False) for key in keys])
@@ -116,7 +126,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _clear(args: argparse.Namespace) -> int:
-    with closing(open_store(args.url)) as store:
+    with closing(_existing(args.url)) as store:
         if not args.yes and not _confirmed(args):
             return 1
         deleted = _delete_all(store, args.prefix)

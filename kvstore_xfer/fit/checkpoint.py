@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from kvstore_xfer.blocks.header import payload_checksum
+from kvstore_xfer.blocks.page import byte_view
 from kvstore_xfer.errors import ConfigError
 from kvstore_xfer.fit.moments import Moments
 
@@ -37,7 +39,12 @@ def save_checkpoint(
         for tensor in _TENSORS
     }
     rows = {name: part.rows for name, part in moments.items()}
-    state = {"run": json.dumps(run), "rows": json.dumps(rows), "next": str(next_sequence)}
+    state = {
+        "run": json.dumps(run),
+        "rows": json.dumps(rows),
+        "next": str(next_sequence),
+        "checksum": _checksum(tensors),
+    }
     partial = folder / f"{_FILE}.partial"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -60,16 +67,23 @@ def load_checkpoint(out: Path, run: dict[str, str], moments: dict[str, Moments])
         with safe_open(file, "pt") as stored:
             state = stored.metadata()
             _require_same_run(file, json.loads(state["run"]), run)
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+            if _checksum(tensors) != state["checksum"]:
+                raise ValueError("its checksum does not match")
             rows = json.loads(state["rows"])
             for name, part in moments.items():
                 part.rows = rows[name]
                 for tensor in _TENSORS:
-                    getattr(part, tensor).copy_(stored.get_tensor(f"{name}/{tensor}"))
+                    getattr(part, tensor).copy_(tensors[f"{name}/{tensor}"])
             return int(state["next"])
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{file}: damaged checkpoint ({error}); fit without --resume") from None
+
+
+def _checksum(tensors: dict[str, torch.Tensor]) -> str:
+    return payload_checksum(byte_view(tensors[name].contiguous()) for name in sorted(tensors))
 
 
 def drop_checkpoint(out: Path) -> None:

@@ -36,7 +36,7 @@ def check(
     """Measure a mapper on held-out passages and decide.
 
     Passages of documents that the fit has seen are left out. Raises ModelError when the models are
-    not those of the mapper, TextError when no passage is left.
+    not those of the mapper, TextError when too few passages are left or they are too long.
     """
     mapper, limits = artifact.mapper, thresholds or Thresholds()
     _require_models(mapper, source, target)
@@ -53,11 +53,17 @@ def check(
     }
     needed = max(2, limits.min_documents)  # the control takes its cache from another document
     if len(unseen) < limits.min_passages or documents < needed:
-        reason = (
-            f"too little text: {len(unseen)} passages of {documents} documents that the fit has "
-            f"not seen, needed are {limits.min_passages} of {needed}"
+        # Not a verdict on the mapper: an earlier record must stay.
+        raise TextError(
+            f"--text: {len(unseen)} passages of {documents} documents that the fit has not seen, "
+            f"needed are {limits.min_passages} of {needed}; give more text"
         )
-        return GateRecord(REJECTED, reason, **about, **size)
+    longest = mapper.target.max_positions
+    if longest and len(unseen[0].tokens) > longest:
+        raise TextError(
+            f"--prefix-tokens: passages of {len(unseen[0].tokens)} tokens are longer than the "
+            f"target's {longest}; give fewer"
+        )
     scores = run_arms(
         source, target, TorchConverter(mapper, target.dtype), unseen, prefix, progress
     )

@@ -26,7 +26,7 @@ class Thresholds:
     Attributes
     ----------
     min_passages, min_documents
-        Fewer say too little; the verdict is then a rejection that asks for more text.
+        Fewer say too little; the check then asks for more text and decides nothing.
     max_identity_difference
         Largest difference of logits when the target's own cache goes through a store.
     max_kl_share

@@ -50,6 +50,14 @@ def check_url(url: str) -> None:
         _local_options(url, None)
 
 
+def local_folder(url: str) -> Path | None:
+    """The folder of a `local` URL, None for other schemes. Raises ConfigError for a wrong URL."""
+    if _plugin(url) is not None:
+        return None
+    folder: Path = _local_options(url, None)["root"]
+    return folder
+
+
 def _plugin(url: str) -> EntryPoint | None:
     """The entry point of the URL's scheme, None for the built-in `local`."""
     scheme, colon, _ = url.partition(":")

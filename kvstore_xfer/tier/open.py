@@ -59,6 +59,10 @@ class Engine:
     shape: KvShape | None = None
     variant: str = ""
 
+    def __post_init__(self) -> None:
+        if type(self.block_tokens) is not int or self.block_tokens < 1:
+            raise ConfigError(f"block_tokens {self.block_tokens!r}: give a whole number from 1")
+
     @property
     def identity(self) -> Identity:
         return identity_of(

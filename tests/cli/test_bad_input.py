@@ -197,3 +197,31 @@ def test_a_demo_says_before_its_work_that_it_cannot_write_its_figures(fails, tmp
     line = fails("demo", "--json", tmp_path / "missing" / "figures.json")
     assert "--json" in line
     assert "figures.json" in line
+
+
+def test_looking_at_a_store_that_is_not_there_creates_nothing(fails, tmp_path):
+    assert "no folder" in fails("store", "stat", f"local:{tmp_path / 'nowhere'}")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert "holds other files" in fails("store", "ls", f"local:{tmp_path / 'model'}")
+
+
+def test_weights_that_do_not_follow_the_config(fit, model):
+    config = model / "config.json"
+    config.write_text(
+        config.read_text().replace('"num_hidden_layers": 6', '"num_hidden_layers": 7')
+    )
+    assert "weights are missing" in fit(source=model)
+
+
+def test_a_fault_of_ours_is_one_line_too(monkeypatch, capsys):
+    from kvstore_xfer.cli import main as entry
+
+    def broken(_):
+        raise RecursionError("nested\ntoo deeply")
+
+    monkeypatch.setattr(entry, "_parser", broken)
+    assert entry.main(["describe", "x"]) == 70
+    error = capsys.readouterr().err
+    assert error.startswith("kvxfer: error: RecursionError: nested; not foreseen")
+    assert error.count("\n") == 1

@@ -175,3 +175,18 @@ def test_the_manifest_tells_how_the_maps_were_made(fit_now, tmp_path):
     assert (fitted["k"], fitted["ridge"]) == (1, {"keys": [1e-3] * 3, "values": [1e-3] * 3})
     assert fitted["libraries"]["torch"] == torch.__version__
     assert [len(row) for row in fitted["held_out_r2"].values()] == [3, 3]
+
+
+def test_a_checkpoint_with_a_flipped_bit_is_refused(tmp_path):
+    from kvstore_xfer.errors import ConfigError
+    from kvstore_xfer.fit.checkpoint import FOLDER, load_checkpoint, save_checkpoint
+    from kvstore_xfer.fit.moments import Moments
+
+    moments = {"keys.fitted": Moments.zero(1, 4, 4)}
+    save_checkpoint(tmp_path, {}, moments, 3)
+    (file,) = (tmp_path / FOLDER).iterdir()
+    raw = bytearray(file.read_bytes())
+    raw[-5] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(ConfigError, match="checksum"):
+        load_checkpoint(tmp_path, {}, moments)

@@ -92,19 +92,21 @@ def test_text_of_the_fit_is_not_used(family_mapper):
     f = family_mapper
     with pytest.raises(TextError, match="every document was used in the fit"):
         check(f.artifact, f.source, f.target, f.sequences, PREFIX)
-    record = check(f.artifact, f.source, f.target, [*f.sequences, *f.passages[:3]], PREFIX)
-    assert (record.verdict, record.passages) == ("rejected", 3)
+    with pytest.raises(TextError, match="3 passages of "):
+        check(f.artifact, f.source, f.target, [*f.sequences, *f.passages[:3]], PREFIX)
 
 
-def test_too_little_text_is_a_rejection_that_asks_for_more(family_mapper):
+def test_too_little_or_too_long_text_decides_nothing(family_mapper):
     f = family_mapper
-    record = check(f.artifact, f.source, f.target, f.passages[:15], PREFIX)
-    assert record.reason.startswith("too little text: 15 passages of ")
+    with pytest.raises(TextError, match=r"15 passages of .* give more text"):
+        check(f.artifact, f.source, f.target, f.passages[:15], PREFIX)
     one = [p for p in f.passages if p.document == f.passages[0].document]
     limits = Thresholds(min_passages=1, min_documents=1)
-    record = check(f.artifact, f.source, f.target, one, PREFIX, thresholds=limits)
-    assert record.reason.startswith("too little text")
-    assert record.arms == {}
+    with pytest.raises(TextError, match="give more text"):
+        check(f.artifact, f.source, f.target, one, PREFIX, thresholds=limits)
+    long = [replace(p, tokens=p.tokens * 17) for p in f.passages]
+    with pytest.raises(TextError, match="longer than the target's 4096"):
+        check(f.artifact, f.source, f.target, long, PREFIX)
 
 
 def test_models_that_say_no_numbers_are_rejected(family_mapper):

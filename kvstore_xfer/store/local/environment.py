@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import struct
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
@@ -30,6 +31,7 @@ DAMAGE = (
     lmdb.PageNotFoundError,
     lmdb.VersionMismatchError,
     lmdb.IncompatibleError,
+    struct.error,  # a row of another length: LMDB's pages carry no checksum
 )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +33,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 logger = logging.getLogger(__name__)
 
-FAILURES = (lmdb.Error, OSError)
+FAILURES = (lmdb.Error, OSError, struct.error)
 _THREADS = 8
 _SMALL_BYTES = 1 << 20
 _TICK_SECONDS = 2.0
@@ -84,6 +85,12 @@ class Folder:
         except DAMAGE:
             self._damaged = True
             raise
+
+    def condemn_index(self) -> None:
+        """Drop an index found damaged; whoever opens the folder next rebuilds it."""
+        self._damaged = True
+        with self.writer:
+            self._reopen_index()
 
     def update(self, work: Callable[[Rows], T]) -> T:
         """Run `work` in one write transaction, after the changes that were waiting for one.

@@ -76,6 +76,7 @@ class Layout:
         """Create what is missing and prove that the folder can be written."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
+            self._refuse_foreign()  # before the lock file is made: a refusal changes nothing
             with self.locked(exclusive=True):
                 self._check_format()
                 for folder in (self.blocks, self.temporary, self.index):
@@ -104,13 +105,18 @@ class Layout:
                 "use the version that made it or an empty folder"
             )
 
-    def _write_format(self) -> None:
+    def _refuse_foreign(self) -> None:
+        if self._format.exists():
+            return
         foreign = sorted(set(os.listdir(self.root)) - _OWN - {"format.new"})
         if foreign:
             raise StoreError(
                 f"store {self.root}: the folder holds other files ({foreign[0]}) and no store "
                 "format; choose an empty folder"
             )
+
+    def _write_format(self) -> None:
+        self._refuse_foreign()
         fresh = self.root / "format.new"
         fresh.write_text(FORMAT + "\n", encoding="utf-8")
         fresh.rename(self._format)

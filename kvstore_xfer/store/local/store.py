@@ -17,6 +17,7 @@ from kvstore_xfer.store.base import (
     StoreStats,
     WriteStatus,
 )
+from kvstore_xfer.store.local.environment import DAMAGE
 from kvstore_xfer.store.local.folder import FAILURES, Folder, acquire, release
 from kvstore_xfer.store.local.index import raw_key
 from kvstore_xfer.store.local.reader import read_block
@@ -149,6 +150,9 @@ class LocalStore(BlockStore):
     def _unreadable(self, error: Exception) -> StoreError:
         if isinstance(error, StoreError):
             return error
+        if isinstance(error, DAMAGE):
+            with suppress(*FAILURES):
+                self._folder.condemn_index()
         return StoreError(f"store {self.root}: index: {error}; open the store again to rebuild it")
 
 

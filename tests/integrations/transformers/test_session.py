@@ -5,6 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from kvstore_xfer.blocks.page import KvPage
+from kvstore_xfer.errors import ConfigError, ModelError
 from kvstore_xfer.mapper.artifact import load, record_gate
 from kvstore_xfer.mapper.convert import TorchConverter
 from kvstore_xfer.outcome import Outcome
@@ -139,3 +140,18 @@ def test_generate_continues_greedily(family_models, tiers, prompt):
     logits = model.read(prompt, cache, keep=1)[-1]
     assert tokens == greedy(model, cache, logits, 8)
     assert prefill.seconds > 0
+
+
+def test_a_session_refuses_the_tier_of_another_model_or_dtype(family_models, tiers):
+    tier = tiers("large", family_models.target)
+    with pytest.raises(ModelError, match="is not that of"):
+        Session(family_models.source, tier)
+    other = load_model(family_models.target.description.name, dtype=torch.bfloat16)
+    with pytest.raises(ModelError, match="in bfloat16"):
+        Session(other, tier)
+
+
+@pytest.mark.parametrize("tokens", [0, -4, 1.5])
+def test_blocks_have_a_whole_number_of_tokens(family_models, tokens):
+    with pytest.raises(ConfigError, match="block_tokens"):
+        engine_of(family_models.target, tokens)
