@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from kvstore_xfer.models.description import ModelDescription, describe
 from kvxfer_transformers.cache import cache_of_page, page_of_cache
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from kvstore_xfer.blocks.page import KvPage
@@ -70,6 +71,18 @@ def _cache_argument(model: Any) -> str:
     return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
 
 
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bar and no table of what is missing: that becomes an error of one line."""
+    logging.disable_progress_bar()
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
 def load_model(
     path: str | Path,
     *,
@@ -79,12 +92,12 @@ def load_model(
 ) -> LoadedModel:
     """Describe and load a model folder or hub id. Raises ModelError in one line."""
     description = describe(path, revision=revision)
-    logging.disable_progress_bar()
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, revision=revision, output_loading_info=True
-        )
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+        with _quiet_transformers():
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, revision=revision, output_loading_info=True
+            )
+            tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(f"{path}: cannot be loaded ({reason}); check the folder") from None
