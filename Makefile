@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test test-fast lint types docs ci bench envs
+.PHONY: setup demo test test-fast lint types docs ci bench envs dashboards
 
 demo: $(READY)  ## the whole way on two small models, on an empty embedded store
 	$(BIN)/kvxfer demo
@@ -35,6 +35,9 @@ docs: $(READY)  ## links, commands and figures in the documentation
 
 envs: $(READY)
 	$(BIN)/python tests/engines/environments.py sglang
+
+dashboards: $(READY)  ## everything generated: dashboards, and the table of metrics
+	$(BIN)/python deploy/build.py
 
 bench: $(READY)
 	$(BIN)/python tests/bench/bench_store.py

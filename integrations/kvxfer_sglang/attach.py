@@ -16,11 +16,11 @@ import torch
 from kvstore_xfer.blocks.identity import block_shape
 from kvstore_xfer.blocks.key import Shard
 from kvstore_xfer.errors import ConfigError, ModelError, StoreError
-from kvstore_xfer.family import load_family
+from kvstore_xfer.family import Family, load_family
 from kvstore_xfer.models.description import ModelDescription, describe
 from kvstore_xfer.outcome import Reason
 from kvstore_xfer.store.url import open_store
-from kvstore_xfer.tier.open import Engine, announce, open_tier
+from kvstore_xfer.tier.open import Engine, announce, export, open_tier
 from kvstore_xfer.tier.tier import Tier
 from kvxfer_sglang.config import Settings, recognise
 from kvxfer_sglang.facts import EngineFacts, heads_of_rank
@@ -122,17 +122,17 @@ def _open(
         return tier, []
     known = ", ".join(sorted(family.models))
     text = f"{facts.model_path} is none of the models of {settings.manifest} ({known})"
-    return _plain_tier(family.store, folder, plan.engine), [(Refusal.NOT_IN_FAMILY, text)]
+    return _plain_tier(family, folder, plan.engine), [(Refusal.NOT_IN_FAMILY, text)]
 
 
-def _plain_tier(url: str, folder: Path, engine: Engine) -> Tier:
-    store = open_store(url, base=folder)
+def _plain_tier(family: Family, folder: Path, engine: Engine) -> Tier:
+    store = open_store(family.store, base=folder)
     try:
         announce(store, engine)
     except StoreError:
         store.close()
         raise
-    return Tier(
+    tier = Tier(
         store,
         UNLISTED,
         engine.identity,
@@ -142,6 +142,8 @@ def _plain_tier(url: str, folder: Path, engine: Engine) -> Tier:
         layout=engine.layout or (),
         owns_store=True,
     )
+    export(tier, store, family, family.store.partition(":")[0])
+    return tier
 
 
 def _shard(facts: EngineFacts, rank: int, kv_heads: int) -> Shard:

@@ -20,7 +20,7 @@ from kvstore_xfer import metrics
 from kvstore_xfer.errors import ConfigError
 from kvxfer_sglang.attach import UNLISTED, Attachment, attach
 from kvxfer_sglang.config import read_settings
-from kvxfer_sglang.facts import read_facts, weights_in_use
+from kvxfer_sglang.facts import read_facts, sglang_version, weights_in_use
 from kvxfer_sglang.flow import Flow
 from kvxfer_sglang.refusals import Refusal
 
@@ -102,6 +102,7 @@ class KvxferStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no type
     def on_host_pools_registered(self) -> None:
         # docstring inherited
         _live.add(self)
+        metrics.set_build_info("sglang", sglang_version() or "")
         self._attach(private=False)
 
     @_answering(_nothing)

@@ -56,6 +56,17 @@ def positive_int(text: str) -> int:
     return number
 
 
+def positive_float(text: str) -> float:
+    """An argparse type: a number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
+
+
 def auto_or_int(text: str) -> int | None:
     """An argparse type: None for 'auto', else a whole number from 1."""
     return None if text == "auto" else positive_int(text)

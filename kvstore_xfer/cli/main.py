@@ -25,6 +25,7 @@ _COMMANDS = {
     "check": "measure a mapper on held-out text and decide whether it may serve",
     "family": "validate a family manifest",
     "store": "look into a block store",
+    "top": "live view of running engines, from their metrics",
     "bench": "measure speed on this machine",
     "demo": "the whole way on two small models: fit, check, store, convert, decode",
 }

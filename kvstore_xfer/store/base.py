@@ -75,11 +75,14 @@ class BlockStat:
 
 @dataclass(frozen=True)
 class StoreStats:
+    """`oldest_use`: when the least recently used block was last used, Unix seconds, if known."""
+
     blocks: int
     bytes: int
     capacity_bytes: int | None
     evicted_blocks: int
     corrupt_blocks: int
+    oldest_use: float | None = None
 
 
 class BlockStore(ABC):

@@ -18,6 +18,7 @@ from kvstore_xfer.blocks.identity import (
     whole_shard,
 )
 from kvstore_xfer.errors import ArtifactError, ConfigError, StoreError
+from kvstore_xfer.exporter import serve
 from kvstore_xfer.family import Family, PairEntry, load_family, policy_of
 from kvstore_xfer.mapper.artifact import load
 from kvstore_xfer.mapper.convert_select import make_converter
@@ -25,6 +26,7 @@ from kvstore_xfer.store.base import ReadRequest, ReadStatus, WriteRequest, Write
 from kvstore_xfer.store.url import open_store
 from kvstore_xfer.tier.pair import Pair, layouts_of, make_pair
 from kvstore_xfer.tier.policy import direction_of
+from kvstore_xfer.tier.store_gauges import StoreGauges
 from kvstore_xfer.tier.tier import Tier
 
 if TYPE_CHECKING:
@@ -113,7 +115,7 @@ def open_tier(
         if store is None:
             used.close()
         raise
-    return Tier(
+    tier = Tier(
         used,
         member,
         engine.identity,
@@ -123,6 +125,15 @@ def open_tier(
         layout=engine.layout or (),
         owns_store=store is None,
     )
+    export(tier, used, family, "given" if store is not None else family.store.partition(":")[0])
+    return tier
+
+
+def export(tier: Tier, store: BlockStore, family: Family, store_label: str) -> None:
+    """The store's totals as gauges while the tier is open, and the manifest's metrics port."""
+    tier.at_close(StoreGauges(store, store_label).close)
+    if family.metrics is not None:
+        serve(family.metrics)
 
 
 def announce(store: BlockStore, engine: Engine) -> None:
@@ -172,9 +183,9 @@ def _pairs(
             continue
         if pair.refusal is not None:
             _log.warning("pair %s -> %s is off: %s", entry.source, member, pair.refusal.value)
-        metrics.GATE_OPEN.labels(entry.source, member, pair.direction.value).set(
-            pair.refusal is None
-        )
+        metrics.GATE_OPEN.labels(*pair.labels).set(pair.refusal is None)
+        if pair.gate is not None:
+            metrics.set_bounds(metrics.GATE_RETENTION, pair.labels, pair.gate.retention)
         pairs.append(pair)
     return pairs
 
@@ -200,4 +211,6 @@ def _pair(
         policy_of(entry.policy),
         direction,
         make_converter,
+        name=entry.source,
+        target_name=entry.target,
     )

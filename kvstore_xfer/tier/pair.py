@@ -40,10 +40,13 @@ class SourceLayout:
 class Pair:
     """A sibling whose blocks may be converted for the target.
 
-    `refusal` is why it must not serve now, None when it may. `heads` is the range of source heads
-    that this rank's maps read; `mapper` is narrowed to the rank's target heads and to that range.
+    `name` (the source's) and `target_name` are those of the manifest, for metrics. `refusal` is why
+    it must not serve now, None when it may. `heads` is the range of source heads that this rank's
+    maps read; `mapper` is narrowed to the rank's target heads and to that range.
     """
 
+    name: str
+    target_name: str
     source: ModelDescription
     direction: Direction
     policy: Policy
@@ -58,6 +61,17 @@ class Pair:
     @property
     def derived_kind(self) -> str:
         return derived_kind(self.mapper.digest)
+
+    @property
+    def labels(self) -> tuple[str, str, str]:
+        """Source, target and direction, as metric labels."""
+        return self.name, self.target_name, self.direction.value
+
+    @property
+    def prefill_rate(self) -> float:
+        """Tokens a second that the target prefills, by policy or gate; 0 when not known."""
+        measured = 0.0 if self.gate is None else self.gate.prefill_tokens_per_second
+        return self.policy.prefill_tokens_per_second or measured
 
     def source_layouts(self, store: BlockStore) -> list[SourceLayout]:
         """For each complete layout the source is served in: which shards hold what.
@@ -94,6 +108,9 @@ def make_pair(
     policy: Policy,
     direction: Direction,
     make_converter: Callable[[Mapper, torch.dtype], Converter],
+    *,
+    name: str = "",
+    target_name: str = "",
 ) -> Pair:
     """Bind an artifact to a running target; a refused pair is kept, so that it can be counted."""
     whole = artifact.mapper
@@ -114,6 +131,8 @@ def make_pair(
     dtype: torch.dtype = getattr(torch, dtype_name)
     read = Shard(heads.start, heads.stop, 0, whole.source.layers)
     return Pair(
+        name=name or whole.source.name,
+        target_name=target_name or whole.target.name,
         source=whole.source,
         direction=direction,
         policy=policy,

@@ -22,7 +22,8 @@ class BlockPlan:
     """How one block can be had. In a plan, CONVERTED means: can be converted.
 
     `keys` are the stored blocks to read (for a conversion one per source shard, in the order of
-    `shards`); `pair` is set when the block would be converted.
+    `shards`); `pair` is set when the block would be converted, `sibling` when it is or could have
+    been made from that pair's source.
     """
 
     outcome: Outcome
@@ -31,6 +32,13 @@ class BlockPlan:
     keys: tuple[str, ...] = ()
     shards: tuple[Shard, ...] = ()
     pair: Pair | None = None
+    sibling: Pair | None = None
+
+    @property
+    def origin(self) -> tuple[str, str]:
+        """Source and direction as metric labels; empty for native blocks and absent ones."""
+        pair = self.sibling
+        return ("", "") if pair is None else (pair.name, pair.direction.value)
 
     @property
     def served(self) -> bool:
@@ -60,12 +68,12 @@ class Planner:
 
     def plan(self, hashes: Sequence[str], *, whole_prompt: bool) -> list[BlockPlan]:
         plans: dict[str, BlockPlan] = {}
-        self._add_present(plans, list(hashes), NATIVE, Outcome.NATIVE)
-        self._add_present(plans, _rest(hashes, plans), UNPLACED, Outcome.NATIVE)
+        self._add_present(plans, list(hashes), NATIVE)
+        self._add_present(plans, _rest(hashes, plans), UNPLACED)
         for pair in self._pairs:
             if pair.refusal is None:
                 rest = _rest(hashes, plans)
-                self._add_present(plans, rest, pair.derived_kind, Outcome.DERIVED)
+                self._add_present(plans, rest, pair.derived_kind, pair)
         # Refused siblings last: one that must not serve does not hide one that may.
         for pair in sorted(self._pairs, key=lambda pair: pair.refusal is not None):
             self._add_convertible(plans, _rest(hashes, plans), pair)
@@ -77,13 +85,15 @@ class Planner:
         return self._apply_limits(_after_gap(ordered), whole_prompt=whole_prompt)
 
     def _add_present(
-        self, plans: dict[str, BlockPlan], hashes: list[str], kind: str, outcome: Outcome
+        self, plans: dict[str, BlockPlan], hashes: list[str], kind: str, made: Pair | None = None
     ) -> None:
+        """Blocks of our own of one kind; `made` is the pair that derived ones were made with."""
         if not hashes:
             return
+        outcome = Outcome.NATIVE if made is None else Outcome.DERIVED
         for name in self._all_present(hashes, self._identity.digest, self._shards, kind):
             key = str(BlockKey(self._identity.digest, self._shard, kind, name))
-            plans[name] = BlockPlan(outcome, chain_hash=name, keys=(key,))
+            plans[name] = BlockPlan(outcome, chain_hash=name, keys=(key,), sibling=made)
 
     def _add_convertible(self, plans: dict[str, BlockPlan], hashes: list[str], pair: Pair) -> None:
         """Blocks that the sibling has natively and in a certain position; never derived ones."""
@@ -150,8 +160,8 @@ def _convertible(
     pair: Pair, chain_hash: str, keys: tuple[str, ...], shards: tuple[Shard, ...]
 ) -> BlockPlan:
     if pair.refusal is not None:
-        return BlockPlan(Outcome.DECLINED, pair.refusal, chain_hash)
-    return BlockPlan(Outcome.CONVERTED, Reason.NONE, chain_hash, keys, shards, pair)
+        return BlockPlan(Outcome.DECLINED, pair.refusal, chain_hash, sibling=pair)
+    return BlockPlan(Outcome.CONVERTED, Reason.NONE, chain_hash, keys, shards, pair, pair)
 
 
 def _pays(pair: Pair, tokens: int) -> bool:
@@ -181,7 +191,7 @@ def still_allowed(plans: Sequence[BlockPlan], pairs: Sequence[Pair]) -> list[Blo
 
 
 def _declined(plan: BlockPlan, reason: Reason) -> BlockPlan:
-    return BlockPlan(Outcome.DECLINED, reason, plan.chain_hash)
+    return BlockPlan(Outcome.DECLINED, reason, plan.chain_hash, sibling=plan.sibling)
 
 
 def _rest(hashes: Sequence[str], plans: dict[str, BlockPlan]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from kvstore_xfer.blocks.identity import block_shape
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from kvstore_xfer.store.base import BlockStore, ReadResult
     from kvstore_xfer.tier.pair import Pair
     from kvstore_xfer.tier.plan import BlockPlan
+    from kvstore_xfer.tier.stages import Stages
 
 
 @dataclass
@@ -37,9 +39,10 @@ class SourceBlocks:
 class SourceReader:
     """Reads groups of source blocks of one pair."""
 
-    def __init__(self, store: BlockStore, block_tokens: int) -> None:
+    def __init__(self, store: BlockStore, block_tokens: int, stages: Stages) -> None:
         self._store = store
         self._tokens = block_tokens
+        self._stages = stages
 
     def read(
         self, group: Sequence[int], plans: Sequence[BlockPlan], origin: int | None = None
@@ -56,7 +59,10 @@ class SourceReader:
         blocks.page = KvPage.empty_run(pair.source_shape, len(group))
         pages = blocks.page.split(self._tokens)
         requests, staged = self._requests(pair, [plans[i] for i in group], pages)
-        answers = iter(self._store.read(requests))
+        size = sum(len(run) for request in requests for run in request.destination or ())
+        with self._stages.timed("read", size):
+            answers = iter(self._store.read(requests))
+        assembling = 0.0
         for index, page in zip(group, pages, strict=True):
             shards = [next(answers) for _ in plans[index].keys]
             first, blocks.failure = self._first_token(pair, plans[index], shards)
@@ -65,10 +71,14 @@ class SourceReader:
             if blocks.failure is not None:
                 break
             blocks.origin = first - index * self._tokens
+            started = perf_counter()
             _assemble(pair, plans[index], page, staged)
+            assembling += perf_counter() - started
             blocks.first = blocks.first if blocks.count else first
             blocks.count += 1
         blocks.page = blocks.page.cut(0, blocks.count * self._tokens)
+        if staged:
+            self._stages.observe("copy_in", assembling, size)
         return blocks
 
     def _requests(

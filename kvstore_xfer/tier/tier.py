@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
@@ -30,16 +31,17 @@ from kvstore_xfer import metrics
 from kvstore_xfer.blocks.header import BlockHeader, Provenance
 from kvstore_xfer.blocks.key import FORMAT, NATIVE, UNPLACED, BlockKey
 from kvstore_xfer.blocks.page import KvPage, byte_view
-from kvstore_xfer.outcome import Outcome, Reason
+from kvstore_xfer.outcome import SERVED, Outcome, Reason
 from kvstore_xfer.store.base import ReadRequest, WriteRequest, WriteStatus
 from kvstore_xfer.tier.background import BackgroundWriter
 from kvstore_xfer.tier.plan import BlockPlan, Planner, still_allowed
 from kvstore_xfer.tier.result import BlockResult, has_shape, read_failure
 from kvstore_xfer.tier.sources import SourceBlocks, SourceReader
+from kvstore_xfer.tier.stages import Stages
+from kvstore_xfer.tracing import span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
 
     from kvstore_xfer.blocks.identity import Identity
     from kvstore_xfer.blocks.key import Shard
@@ -92,7 +94,10 @@ class Tier:
         self._shard = str(shard)
         self._shards = tuple(dict.fromkeys(str(part) for part in layout))
         self._planner = self._make_planner()
-        self._sources = SourceReader(store, identity.block_tokens)
+        self._prefill_rate = max((pair.prefill_rate for pair in self.pairs), default=0.0)
+        self._stages = Stages(name)
+        self._sources = SourceReader(store, identity.block_tokens, self._stages)
+        self._at_close: list[Callable[[], None]] = []
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="kvxfer-read-ahead")
         fitting = _QUEUE_BYTES // max(1, shape.payload_bytes)
         self._writer = BackgroundWriter(max(_QUEUE_BLOCKS_AT_LEAST, min(_QUEUE_BLOCKS, fitting)))
@@ -104,7 +109,9 @@ class Tier:
         `whole_prompt` the last hash ends the prompt, and the policy's minimum and hold-back apply;
         an engine that reads in batches sets it False for a batch of an earlier `find`.
         """
-        with self._timed("find"):
+        if whole_prompt:
+            metrics.LOOKUPS.labels(self.name).inc()
+        with self._stages.timed("find"):
             try:
                 return self._planner.plan(hashes, whole_prompt=whole_prompt)
             except Exception:  # noqa: BLE001 - nothing may raise into an engine
@@ -116,14 +123,14 @@ class Tier:
 
         The first block that fails ends the prefix: later ones are reported as missed after a gap.
         """
-        with self._timed("read"):
-            try:
-                results = self._read(plans, pages)
-            except Exception:  # noqa: BLE001 - nothing may raise into an engine
-                self._failed("read")
-                results = [BlockResult(Outcome.MISSED, Reason.STORE_ERROR)] * len(plans)
+        started = time.perf_counter()
+        try:
+            results = self._read(plans, pages)
+        except Exception:  # noqa: BLE001 - nothing may raise into an engine
+            self._failed("read")
+            results = [BlockResult(Outcome.MISSED, Reason.STORE_ERROR)] * len(plans)
         results = _until_gap(results)
-        self._count(results)
+        self._count(plans, results, time.perf_counter() - started)
         return results
 
     def write(
@@ -134,7 +141,7 @@ class Tier:
         `first_block` is the ordinal of the first page in its sequence, None when it is not
         certain: such blocks are served natively and never converted.
         """
-        with self._timed("write"):
+        with self._stages.timed("write", len(hashes) * self.shape.payload_bytes):
             try:
                 return self._write(hashes, pages, first_block)
             except Exception:  # noqa: BLE001 - nothing may raise into an engine
@@ -161,10 +168,16 @@ class Tier:
 
     def close(self) -> None:
         """Store what is queued and stop the threads. Idempotent."""
+        for action in self._at_close:
+            action()
         self._writer.close()
         self._ahead.shutdown()
         if self._owns_store:
             self._store.close()
+
+    def at_close(self, action: Callable[[], None]) -> None:
+        """Call `action` when the tier is closed, before its store is."""
+        self._at_close.append(action)
 
     def disable_conversion(self, reason: Reason) -> None:
         """Turn all pairs off from now on, also for plans made before; native blocks are served."""
@@ -189,8 +202,27 @@ class Tier:
             if not result.served:
                 leading = min(leading, i)
         convertible = [i for i in range(leading) if plans[i].pair is not None]
-        for i, result in self._convert(convertible, plans, pages):
-            results[i] = result
+        if convertible:
+            for i, result in self._convert_traced(convertible, plans, pages):
+                results[i] = result
+        return results
+
+    def _convert_traced(
+        self, indices: list[int], plans: Sequence[BlockPlan], pages: Sequence[KvPage]
+    ) -> list[tuple[int, BlockResult]]:
+        source, direction = plans[indices[0]].origin
+        about: dict[str, str | int] = {
+            "kvxfer.target": self.name,
+            "kvxfer.source": source,
+            "kvxfer.direction": direction,
+            "kvxfer.blocks": len(indices),
+            "kvxfer.tokens": len(indices) * self.identity.block_tokens,
+        }
+        with span("kvxfer.convert", about) as current:
+            results = self._convert(indices, plans, pages)
+            if current is not None:
+                converted = sum(result.served for _, result in results)
+                current.set_attribute("kvxfer.blocks_converted", converted)
         return results
 
     def _read_stored(
@@ -205,7 +237,11 @@ class Tier:
                 staged[i] = KvPage.empty(self.shape)
                 runs = staged[i].segments()
             requests.append(ReadRequest(plans[i].keys[0], runs))
-        for i, read in zip(indices, self._store.read(requests), strict=True):
+        if not requests:
+            return []
+        with self._stages.timed("read", len(requests) * self.shape.payload_bytes):
+            answers = self._store.read(requests)
+        for i, read in zip(indices, answers, strict=True):
             reason = read_failure(read.status)
             if reason is None and (read.header is None or not has_shape(read.header, self.shape)):
                 reason = Reason.SHAPE_MISMATCH
@@ -268,14 +304,17 @@ class Tier:
             return []
         run = KvPage.empty_run(self.shape, len(members))
         try:
-            with self._timed("convert"):
+            with self._stages.timed("map", len(members) * self.shape.payload_bytes):
                 pair.converter.convert([source.page], [source.first], [run])
         except Exception:  # noqa: BLE001 - nothing may raise into an engine
             self._failed("convert")
             return [(i, BlockResult(Outcome.DECLINED, Reason.CONVERSION_ERROR)) for i in members]
         tokens = self.identity.block_tokens
-        for number, (i, target) in enumerate(zip(members, run.split(tokens), strict=True)):
-            pages[i].copy_from(target)
+        blocks = list(zip(members, run.split(tokens), strict=True))
+        with self._stages.timed("copy_out", len(members) * self.shape.payload_bytes):
+            for i, target in blocks:
+                pages[i].copy_from(target)
+        for number, (i, target) in enumerate(blocks):
             first = source.first + number * tokens
             made.append(partial(self._store_derived, pair, plans[i].chain_hash, first, target))
         return [(i, BlockResult(Outcome.CONVERTED)) for i in members]
@@ -344,18 +383,25 @@ class Tier:
 
     # bookkeeping
 
-    def _timed(self, stage: str) -> AbstractContextManager[object]:
-        timer: AbstractContextManager[object] = metrics.STAGE_SECONDS.labels(
-            self.name, stage
-        ).time()
-        return timer
-
-    def _count(self, results: Sequence[BlockResult]) -> None:
+    def _count(
+        self, plans: Sequence[BlockPlan], results: Sequence[BlockResult], seconds: float
+    ) -> None:
         tokens = self.identity.block_tokens
-        for result in results:
-            outcome = result.outcome.value
-            metrics.LOOKUP_BLOCKS.labels(self.name, outcome, result.reason.value).inc()
-            metrics.LOOKUP_TOKENS.labels(self.name, outcome).inc(tokens)
+        blocks = Counter(
+            (plan.origin, result.outcome, result.reason)
+            for plan, result in zip(plans, results, strict=True)
+        )
+        served = 0
+        for (origin, outcome, reason), count in blocks.items():
+            labels = (self.name, *origin, outcome.value, reason.value)
+            metrics.LOOKUP_BLOCKS.labels(*labels).inc(count)
+            metrics.LOOKUP_TOKENS.labels(*labels).inc(count * tokens)
+            served += count if outcome in SERVED else 0
+        if served:
+            self._stages.observe("serve", seconds, served * self.shape.payload_bytes)
+            if self._prefill_rate:
+                saved = served * tokens / self._prefill_rate - seconds
+                metrics.SAVED_SECONDS.labels(self.name).inc(max(0.0, saved))
 
     def _wrote(self, kind: str, status: str) -> None:
         metrics.WRITTEN_BLOCKS.labels(self.name, kind, status).inc()

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -748,29 +749,18 @@ def test_lookups_add_up(toy, family, tiers):
     target = tiers(toy.target, toy.artifact(), policy=Policy(hold_back_tokens=4))
     toy.prefill(target, toy.target, TOKENS, blocks=slice(0, 1))
 
-    def counts():
-        return {
-            (sample.labels["outcome"], sample.labels["reason"]): sample.value
-            for metric in REGISTRY.collect()
-            for sample in metric.samples
-            if sample.name == "kvxfer_lookup_blocks_total" and sample.labels["target"] == "target"
-        }
+    def counts(name):
+        total = Counter()
+        for sample in (sample for metric in REGISTRY.collect() for sample in metric.samples):
+            if sample.name == name and sample.labels["target"] == "target":
+                total[sample.labels["outcome"], sample.labels["reason"]] += sample.value
+        return total
 
-    def tokens():
-        return sum(
-            counter("kvxfer_lookup_tokens_total", target="target", outcome=outcome.value)
-            for outcome in Outcome
-        )
-
-    before, tokens_before = counts(), tokens()
+    blocks, tokens = counts("kvxfer_lookup_blocks_total"), counts("kvxfer_lookup_tokens_total")
     toy.ask(target, (*TOKENS, 99, 98, 97, 96))
-    changed = {
-        key: value - before.get(key, 0)
-        for key, value in counts().items()
-        if value != before.get(key, 0)
-    }
+    changed = counts("kvxfer_lookup_blocks_total") - blocks
     assert changed == {("native", "none"): 1, ("converted", "none"): 5, ("missed", "absent"): 1}
-    assert tokens() - tokens_before == 7 * 4
+    assert (counts("kvxfer_lookup_tokens_total") - tokens).total() == 7 * 4
 
 
 def test_clear_removes_this_engines_blocks_and_nobody_elses(toy, family, store):

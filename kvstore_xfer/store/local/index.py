@@ -213,6 +213,14 @@ class Index:
         with self.environment.reading() as txn:
             return txn.stat(db=self._db.blocks)["entries"], _totals(txn, self._db)
 
+    def oldest_stamp(self) -> int | None:
+        """Last use of the least recently used block, in nanoseconds; None when there is none."""
+        with self.environment.reading() as txn, txn.cursor(db=self._db.recent) as cursor:
+            if not cursor.first():
+                return None
+            stamp: int = _STAMP.unpack(cursor.key()[: _STAMP.size])[0]
+            return stamp
+
     def trash(self) -> list[str]:
         with self.environment.reading() as txn, txn.cursor(db=self._db.trash) as cursor:
             return [bytes(name).decode() for name in cursor.iternext(values=False)]

@@ -119,6 +119,7 @@ class LocalStore(BlockStore):
     def stats(self) -> StoreStats:
         try:
             blocks, totals = self._folder.query(lambda index: index.totals())
+            oldest = self._folder.query(lambda index: index.oldest_stamp())
         except FAILURES as error:
             raise self._unreadable(error) from error
         return StoreStats(
@@ -127,6 +128,7 @@ class LocalStore(BlockStore):
             capacity_bytes=self._max_bytes,
             evicted_blocks=totals.evicted,
             corrupt_blocks=totals.corrupt,
+            oldest_use=None if oldest is None else oldest / 1e9,
         )
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import lmdb
 
+from kvstore_xfer import metrics
 from kvstore_xfer.blocks.header import decode, encode, payload_checksum, seal
 from kvstore_xfer.errors import BlockFormatError
 from kvstore_xfer.store.base import WriteStatus
@@ -147,8 +148,11 @@ class Writer:
             if short > used:
                 return False  # not even an empty store would do
             # At least a small share of the store: not every write then pays for an eviction.
-            if not self._folder.evict(max(short, used // 128)):
+            evicted = self._folder.evict(max(short, used // 128))
+            if not evicted:
                 return False
+            reason = "size_cap" if used + incoming > self._max_bytes else "free_space"
+            metrics.EVICTIONS.labels("local", reason).inc(evicted)
         return self._shortfall(self._folder.used_bytes(), incoming) <= 0
 
     def _shortfall(self, used: int, incoming: int) -> int:

@@ -1,0 +1,34 @@
+"""Seconds and bytes of the stages of a lookup, into the histograms."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from kvstore_xfer import metrics
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Stages:
+    """The stage histograms of one tier; looking labels up once keeps the data path cheap."""
+
+    def __init__(self, target: str) -> None:
+        self._seconds = {s: metrics.STAGE_SECONDS.labels(target, s) for s in metrics.STAGES}
+        self._bytes = {s: metrics.STAGE_BYTES.labels(target, s) for s in metrics.STAGES}
+
+    def observe(self, stage: str, seconds: float, size: int = 0) -> None:
+        """One call of `stage`; `size` in bytes, 0 where nothing moves."""
+        self._seconds[stage].observe(seconds)
+        if size:
+            self._bytes[stage].observe(size)
+
+    @contextmanager
+    def timed(self, stage: str, size: int = 0) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.observe(stage, time.perf_counter() - started, size)
