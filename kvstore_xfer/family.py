@@ -65,7 +65,7 @@ class Family(Strict):
     family: str = Field(min_length=1)
     store: str = Field(description="Store URL, such as local:///var/lib/kvxfer?max_size=50GiB.")
     models: dict[str, ModelEntry] = Field(min_length=1)
-    pairs: list[PairEntry] = []
+    pairs: list[PairEntry] = Field(default=[])
     metrics: MetricsEntry | None = None
 
     @model_validator(mode="after")

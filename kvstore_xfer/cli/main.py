@@ -26,6 +26,7 @@ _COMMANDS = {
     "family": "validate a family manifest",
     "store": "look into a block store",
     "top": "live view of running engines, from their metrics",
+    "plan": "what conversion would save for an expected traffic",
     "bench": "measure speed on this machine",
     "demo": "the whole way on two small models: fit, check, store, convert, decode",
 }
