@@ -36,6 +36,8 @@ class PolicyEntry(Strict):
     conversion_overhead_seconds: float = Field(default=0.0, ge=0)
     prefill_tokens_per_second: float | None = Field(default=None, gt=0)
     conversion_tokens_per_second: float | None = Field(default=None, gt=0)
+    sampled_share: float = Field(default=0.01, ge=0, le=1)
+    min_retention: float | None = Field(default=None, gt=0, le=1)
 
 
 class PairEntry(Strict):

@@ -42,3 +42,5 @@ class Reason(str, Enum):
     BUDGET = "budget"
     UNSUPPORTED = "unsupported"
     CONVERSION_ERROR = "conversion_error"
+    SAMPLED = "sampled"  # left to the engine, to compare its blocks with converted ones
+    RETENTION = "retention"  # switched off: the comparison says the pair keeps too little

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,11 @@ from kvstore_xfer.cli.common import (
 from kvstore_xfer.errors import ConfigError
 from kvstore_xfer.fit.text import cut_sequences
 from kvstore_xfer.gate.check import check
+from kvstore_xfer.gate.watch import make_watch, save_watch
 from kvstore_xfer.mapper.artifact import load, record_gate
+from kvstore_xfer.mapper.convert import TorchConverter
 from kvxfer_transformers.model import load_model
+from kvxfer_transformers.queries import capture_queries
 
 if TYPE_CHECKING:
     import argparse
@@ -87,6 +91,19 @@ def run(options: argparse.Namespace) -> int:
     with progress("checking") as update:
         record = check(artifact, source, target, passages, prefix, progress=update)
     record_gate(options.mapper, record.dtype, record.to_json())
+    if record.accepted:
+        with progress("relating it to retention") as update:
+            watch = make_watch(
+                artifact.mapper.digest,
+                source,
+                target,
+                TorchConverter(artifact.mapper, target.dtype),
+                partial(capture_queries, target),
+                passages,
+                prefix,
+                update,
+            )
+        save_watch(options.mapper, record.dtype, watch)
     if options.json:
         sys.stdout.write(json.dumps(record.to_json(), indent=2) + "\n")
     else:

@@ -20,6 +20,7 @@ from kvstore_xfer.blocks.identity import (
 from kvstore_xfer.errors import ArtifactError, ConfigError, StoreError
 from kvstore_xfer.exporter import serve
 from kvstore_xfer.family import Family, PairEntry, load_family, policy_of
+from kvstore_xfer.gate.watch import load_watch
 from kvstore_xfer.mapper.artifact import load
 from kvstore_xfer.mapper.convert_select import make_converter
 from kvstore_xfer.store.base import ReadRequest, ReadStatus, WriteRequest, WriteStatus
@@ -213,4 +214,5 @@ def _pair(
         make_converter,
         name=entry.source,
         target_name=entry.target,
+        watch=load_watch(folder / entry.mapper, engine.kv_dtype),
     )

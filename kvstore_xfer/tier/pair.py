@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from kvstore_xfer.blocks.identity import Identity
     from kvstore_xfer.blocks.page import KvShape
+    from kvstore_xfer.gate.watch import WatchRecord
     from kvstore_xfer.mapper.artifact import Artifact
     from kvstore_xfer.mapper.convert import Converter
     from kvstore_xfer.models.description import ModelDescription
@@ -42,7 +43,8 @@ class Pair:
 
     `name` (the source's) and `target_name` are those of the manifest, for metrics. `refusal` is why
     it must not serve now, None when it may. `heads` is the range of source heads that this rank's
-    maps read; `mapper` is narrowed to the rank's target heads and to that range.
+    maps read; `mapper` is narrowed to the rank's target heads and to that range. With `watch`, what
+    the gate left for it, retention is estimated while it serves.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Pair:
     refusal: Reason | None
     gate: GateRecord | None
     converter: Converter | None
+    watch: WatchRecord | None = None
 
     @property
     def derived_kind(self) -> str:
@@ -111,6 +114,7 @@ def make_pair(
     *,
     name: str = "",
     target_name: str = "",
+    watch: WatchRecord | None = None,
 ) -> Pair:
     """Bind an artifact to a running target; a refused pair is kept, so that it can be counted."""
     whole = artifact.mapper
@@ -143,6 +147,7 @@ def make_pair(
         refusal=reason,
         gate=gate,
         converter=make_converter(mapper, dtype) if reason is None else None,
+        watch=watch if watch is not None and watch.mapper_digest == whole.digest else None,
     )
 
 

@@ -82,7 +82,13 @@ class Planner:
         ]
         if whole_prompt:
             ordered = self._hold_back(ordered)
-        return self._apply_limits(_after_gap(ordered), whole_prompt=whole_prompt)
+        return self._apply_limits(after_gap(ordered), whole_prompt=whole_prompt)
+
+    def convertible(self, hashes: list[str], pair: Pair) -> dict[str, BlockPlan]:
+        """How blocks would be converted by one pair, whatever else is there of them."""
+        plans: dict[str, BlockPlan] = {}
+        self._add_convertible(plans, hashes, pair)
+        return {name: plan for name, plan in plans.items() if plan.served}
 
     def _add_present(
         self, plans: dict[str, BlockPlan], hashes: list[str], kind: str, made: Pair | None = None
@@ -153,7 +159,7 @@ class Planner:
                 _declined(plan, reasons[i]) if i in reasons else plan
                 for i, plan in enumerate(plans)
             ]
-        return _after_gap(plans)
+        return after_gap(plans)
 
 
 def _convertible(
@@ -198,7 +204,7 @@ def _rest(hashes: Sequence[str], plans: dict[str, BlockPlan]) -> list[str]:
     return [name for name in hashes if name not in plans]
 
 
-def _after_gap(plans: list[BlockPlan]) -> list[BlockPlan]:
+def after_gap(plans: list[BlockPlan]) -> list[BlockPlan]:
     """A block behind one that is not there cannot be used; say so instead of promising it."""
     end = next((i for i, plan in enumerate(plans) if not plan.served), len(plans))
     return [

@@ -37,6 +37,12 @@ class Policy:
     conversion_overhead_seconds, prefill_tokens_per_second, conversion_tokens_per_second
         Cost model: a run is declined when overhead plus conversion is predicted to take longer
         than the target's prefill. A rate of None is taken from the gate's record.
+    sampled_share
+        Share of convertible prompts that are left to the target, to compare its own blocks with
+        what would have been served. Only of pairs whose check measured the relation.
+    min_retention
+        The pair is switched off when the lower bound of the retention estimated from sampled
+        prompts stays below this; None is twice the loss that the gate may have seen.
     """
 
     enabled: bool = True
@@ -47,6 +53,8 @@ class Policy:
     conversion_overhead_seconds: float = 0.0
     prefill_tokens_per_second: float | None = None
     conversion_tokens_per_second: float | None = None
+    sampled_share: float = 0.01
+    min_retention: float | None = None
 
     def pays(self, tokens: int, measured_prefill: float, measured_conversion: float) -> bool:
         """Whether converting `tokens` is predicted to be faster than prefilling them.

@@ -34,10 +34,11 @@ from kvstore_xfer.blocks.page import KvPage, byte_view
 from kvstore_xfer.outcome import SERVED, Outcome, Reason
 from kvstore_xfer.store.base import ReadRequest, WriteRequest, WriteStatus
 from kvstore_xfer.tier.background import BackgroundWriter
-from kvstore_xfer.tier.plan import BlockPlan, Planner, still_allowed
+from kvstore_xfer.tier.plan import BlockPlan, Planner, after_gap, still_allowed
 from kvstore_xfer.tier.result import BlockResult, has_shape, read_failure
 from kvstore_xfer.tier.sources import SourceBlocks, SourceReader
 from kvstore_xfer.tier.stages import Stages
+from kvstore_xfer.tier.watch import Watcher
 from kvstore_xfer.tracing import span
 
 if TYPE_CHECKING:
@@ -97,6 +98,15 @@ class Tier:
         self._prefill_rate = max((pair.prefill_rate for pair in self.pairs), default=0.0)
         self._stages = Stages(name)
         self._sources = SourceReader(store, identity.block_tokens, self._stages)
+        self._watcher = Watcher(
+            store,
+            identity,
+            self._shard,
+            shape,
+            (shard.first_head, shard.last_head),
+            self._sources,
+            self._switch_off,
+        )
         self._at_close: list[Callable[[], None]] = []
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="kvxfer-read-ahead")
         fitting = _QUEUE_BYTES // max(1, shape.payload_bytes)
@@ -113,7 +123,7 @@ class Tier:
             metrics.LOOKUPS.labels(self.name).inc()
         with self._stages.timed("find"):
             try:
-                return self._planner.plan(hashes, whole_prompt=whole_prompt)
+                return self._find(hashes, whole_prompt=whole_prompt)
             except Exception:  # noqa: BLE001 - nothing may raise into an engine
                 self._failed("find")
                 return [BlockPlan(Outcome.MISSED, Reason.STORE_ERROR)] * len(hashes)
@@ -163,13 +173,15 @@ class Tier:
             return 0
 
     def flush(self) -> None:
-        """Return when all derived blocks of earlier reads are in the store."""
+        """Return when derived blocks of earlier reads are in the store, and samples compared."""
         self._writer.drain()
+        self._watcher.flush()
 
     def close(self) -> None:
         """Store what is queued and stop the threads. Idempotent."""
         for action in self._at_close:
             action()
+        self._watcher.close()
         self._writer.close()
         self._ahead.shutdown()
         if self._owns_store:
@@ -188,6 +200,23 @@ class Tier:
 
     def _make_planner(self) -> Planner:
         return Planner(self._store, self.identity, self._shard, self.pairs, self._shards)
+
+    def _switch_off(self, off: Pair) -> None:
+        self.pairs = tuple(
+            replace(pair, refusal=Reason.RETENTION, converter=None)
+            if pair.derived_kind == off.derived_kind
+            else pair
+            for pair in self.pairs
+        )
+        self._planner = self._make_planner()
+
+    def _find(self, hashes: Sequence[str], *, whole_prompt: bool) -> list[BlockPlan]:
+        self._watcher.check_off(self.pairs)
+        planner = self._planner
+        plans = planner.plan(hashes, whole_prompt=whole_prompt)
+        if not whole_prompt:
+            return plans
+        return after_gap(self._watcher.decline_sampled(plans, planner.convertible))
 
     # read
 
@@ -347,6 +376,8 @@ class Tier:
         ]
         if stale:
             self._store.delete(stale)
+        if kind == NATIVE:
+            self._watcher.arrived(kept)
         return statuses
 
     def _store_derived(self, pair: Pair, chain_hash: str, first: int, page: KvPage) -> None:
