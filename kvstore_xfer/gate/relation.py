@@ -147,8 +147,8 @@ def _attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> 
 
 
 def _relative_error(native: torch.Tensor, mapped: torch.Tensor) -> torch.Tensor:
-    outputs: torch.Tensor = torch.einsum("hpt,thd->hpd", logits.softmax(-1), values.float())
-    return outputs
+    size = torch.linalg.vector_norm(native.float()).clamp_min(1e-12)
+    return torch.linalg.vector_norm(mapped.float() - native.float()) / size
 
 
 @torch.inference_mode()
