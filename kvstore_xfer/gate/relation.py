@@ -148,7 +148,8 @@ def _attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> 
 
 def _relative_error(native: torch.Tensor, mapped: torch.Tensor) -> torch.Tensor:
     size = torch.linalg.vector_norm(native.float()).clamp_min(1e-12)
-    return torch.linalg.vector_norm(mapped.float() - native.float()) / size
+    error: torch.Tensor = torch.linalg.vector_norm(mapped.float() - native.float()) / size
+    return error
 
 
 @torch.inference_mode()
