@@ -65,7 +65,11 @@ class WriteRequest:
 
 @dataclass(frozen=True)
 class BlockStat:
-    """One row of a scan; `accessed` and `created` are Unix seconds, `size` counts the header."""
+    """One row of a scan; times are Unix seconds, `size` counts the header.
+
+    `created` is the header's; a store whose listing does not carry it says when it received the
+    block.
+    """
 
     key: str
     size: int

@@ -7,7 +7,8 @@ import pytest
 from kvstore_xfer.errors import ConfigError
 from kvstore_xfer.store import url as url_module
 from kvstore_xfer.store.local import LocalStore
-from kvstore_xfer.store.url import open_store, parse_size
+from kvstore_xfer.store.parameters import parse_size
+from kvstore_xfer.store.url import open_store
 
 
 def test_an_absolute_folder(tmp_path):
@@ -35,7 +36,7 @@ def test_a_relative_folder_is_relative_to_the_base(tmp_path, monkeypatch):
     [
         ("/var/cache", r"not a URL; write local:///"),
         ("", r"not a URL"),
-        ("locl:///x", r"unknown scheme 'locl'; known: local$"),
+        ("locl:///x", r"unknown scheme 'locl'; known: az, gs, local, redis"),
         ("local://var/cache", r"expected local:///absolute/folder"),
         ("local:", r"expected local:///absolute/folder"),
         ("local:///x#y", r"expected local:///absolute/folder"),
@@ -80,5 +81,5 @@ def test_another_scheme_comes_from_an_entry_point(monkeypatch):
         url_module, "entry_points", lambda group: [point] if group == point.group else []
     )
     assert open_store("memo://x?y=1") == "'memo://x?y=1'"
-    with pytest.raises(ConfigError, match="known: local, memo"):
-        open_store("redis://x")
+    with pytest.raises(ConfigError, match="known: az, gs, local, memo, redis"):
+        open_store("rods://x")

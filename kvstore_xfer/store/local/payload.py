@@ -9,7 +9,7 @@ from kvstore_xfer.blocks.header import decode, header_bytes
 from kvstore_xfer.errors import BlockFormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvstore_xfer.blocks.header import BlockHeader
 
@@ -18,11 +18,6 @@ READ_STEP = 1 << 20
 WRITE_STEP = 8 << 20
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _PROBE_BYTES = 4096
-
-
-def byte_runs(runs: Iterable[memoryview]) -> list[memoryview]:
-    """The non-empty runs as flat bytes. Raises TypeError when one is not contiguous."""
-    return [memoryview(run).cast("B") for run in runs if memoryview(run).nbytes]
 
 
 def fill(descriptor: int, runs: Sequence[memoryview], offset: int = 0) -> Iterator[memoryview]:

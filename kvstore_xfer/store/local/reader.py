@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from kvstore_xfer.blocks.header import ALIGNMENT, MAX_HEADER_BYTES, decode, payload_checksum
 from kvstore_xfer.errors import BlockFormatError
 from kvstore_xfer.store.base import ReadResult, ReadStatus
+from kvstore_xfer.store.frame import byte_runs
 from kvstore_xfer.store.local.index import raw_key
 from kvstore_xfer.store.local.layout import payload_name
-from kvstore_xfer.store.local.payload import byte_runs, fill
+from kvstore_xfer.store.local.payload import fill
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,25 +10,23 @@ import errno
 import os
 import time
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import lmdb
 
 from kvstore_xfer import metrics
-from kvstore_xfer.blocks.header import decode, encode, payload_checksum, seal
-from kvstore_xfer.errors import BlockFormatError
+from kvstore_xfer.blocks.header import encode, seal
 from kvstore_xfer.store.base import WriteStatus
+from kvstore_xfer.store.frame import Plan, plan_write
 from kvstore_xfer.store.local.folder import FAILURES
 from kvstore_xfer.store.local.index import Entry
 from kvstore_xfer.store.local.layout import new_generation, payload_name
-from kvstore_xfer.store.local.payload import byte_runs, gather
+from kvstore_xfer.store.local.payload import gather
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from kvstore_xfer.blocks.header import BlockHeader
     from kvstore_xfer.store.base import WriteRequest
     from kvstore_xfer.store.local.folder import Folder
     from kvstore_xfer.store.local.index import Rows
@@ -37,23 +35,12 @@ _GROUP_BYTES = 256 << 20
 _GROUP_ITEMS = 64
 _ATTEMPTS = 4
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_NO_CHECKSUM = payload_checksum(())
-
-
-class _Plan(NamedTuple):
-    """A write that passed validation. `size` counts the header."""
-
-    position: int
-    key: bytes
-    header: BlockHeader
-    runs: list[memoryview]
-    size: int
 
 
 class _Staged(NamedTuple):
     """A complete temporary file; its open descriptor keeps it from the sweep."""
 
-    plan: _Plan
+    plan: Plan
     path: Path
     descriptor: int
     entry: Entry
@@ -74,12 +61,12 @@ class Writer:
     def run(self, requests: Sequence[WriteRequest]) -> None:
         """Fills in `statuses`. Raises OSError and lmdb.Error."""
         self.statuses = [WriteStatus.ERROR] * len(requests)
-        plans = [_plan(position, request) for position, request in enumerate(requests)]
+        plans = [plan_write(position, request) for position, request in enumerate(requests)]
         group_bytes = min(_GROUP_BYTES, self._max_bytes // 2)
         for group in _groups([plan for plan in plans if plan], group_bytes):
             self._write_group(group)
 
-    def _write_group(self, group: list[_Plan]) -> None:
+    def _write_group(self, group: list[Plan]) -> None:
         plans = group if self._overwrite else self._absent(group)
         if self._make_room(sum(plan.size for plan in plans)):
             self._stage_and_publish(plans)
@@ -89,7 +76,7 @@ class Writer:
         else:
             self._set(plans, WriteStatus.FULL)
 
-    def _absent(self, group: list[_Plan]) -> list[_Plan]:
+    def _absent(self, group: list[Plan]) -> list[Plan]:
         keys = [plan.header.key for plan in group]
         entries = self._folder.query(lambda index: index.entries(keys))
         absent = []
@@ -100,7 +87,7 @@ class Writer:
                 absent.append(plan)
         return absent
 
-    def _stage_and_publish(self, plans: list[_Plan]) -> None:
+    def _stage_and_publish(self, plans: list[Plan]) -> None:
         staged: list[_Staged] = []
         largest = max((plan.size for plan in plans), default=0)
         outcomes = self._folder.map(lambda plan: _stage(self._folder, plan), plans, largest)
@@ -160,7 +147,7 @@ class Writer:
         below_floor = self._min_free_bytes + incoming - self._folder.layout.free_bytes()
         return max(over_cap, below_floor)
 
-    def _set(self, plans: list[_Plan], status: WriteStatus) -> None:
+    def _set(self, plans: list[Plan], status: WriteStatus) -> None:
         for plan in plans:
             self.statuses[plan.position] = status
 
@@ -203,23 +190,9 @@ class _Publication:
         return rows.put(item.plan.key, item.entry)
 
 
-def _plan(position: int, request: WriteRequest) -> _Plan | None:
-    """None when the request is not a writable block."""
-    try:
-        header = replace(request.header, checksum=_NO_CHECKSUM)
-        runs = byte_runs(request.payload)
-        raw = encode(header)
-        decode(raw)  # a reader must be able to do it
-    except (BlockFormatError, BufferError, TypeError, ValueError):
-        return None
-    if sum(map(len, runs)) != header.payload_bytes:
-        return None
-    return _Plan(position, header.key.encode(), header, runs, len(raw) + header.payload_bytes)
-
-
-def _groups(plans: list[_Plan], group_bytes: int) -> Iterator[list[_Plan]]:
+def _groups(plans: list[Plan], group_bytes: int) -> Iterator[list[Plan]]:
     """Runs of plans that are staged together, so that what is in flight stays bounded."""
-    group: list[_Plan] = []
+    group: list[Plan] = []
     size = 0
     for plan in plans:
         if group and (size + plan.size > group_bytes or len(group) == _GROUP_ITEMS):
@@ -231,7 +204,7 @@ def _groups(plans: list[_Plan], group_bytes: int) -> Iterator[list[_Plan]]:
         yield group
 
 
-def _stage(folder: Folder, plan: _Plan) -> _Staged | WriteStatus:
+def _stage(folder: Folder, plan: Plan) -> _Staged | WriteStatus:
     generation = new_generation()
     name = payload_name(plan.key, generation)
     try:

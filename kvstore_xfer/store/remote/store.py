@@ -1,0 +1,335 @@
+"""The store protocol over a driver: deadlines, validation, checksums, circuit breaker.
+
+The driver works on memory of its own in threads of ours. So a call that runs out of time can be
+abandoned: no late answer is ever written into a caller's buffer, no caller's buffer read late.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import TYPE_CHECKING, TypeVar
+
+from kvstore_xfer.blocks.header import encode, seal
+from kvstore_xfer.blocks.key import BlockKey
+from kvstore_xfer.errors import BlockFormatError, StoreError
+from kvstore_xfer.store.base import (
+    BlockStore,
+    ReadResult,
+    ReadStatus,
+    StoreStats,
+    WriteStatus,
+)
+from kvstore_xfer.store.frame import byte_runs, copy_runs, open_frame, plan_write
+from kvstore_xfer.store.remote.breaker import Breaker
+from kvstore_xfer.store.remote.driver import Frame, RemoteError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from kvstore_xfer.store.base import BlockStat, ReadRequest, WriteRequest
+    from kvstore_xfer.store.remote.driver import Driver, Fetched
+
+T = TypeVar("T")
+U = TypeVar("U")
+_log = logging.getLogger(__name__)
+
+DEFAULT_TIMEOUT_SECONDS = 5.0
+LOOKUP_SECONDS = 1.0  # at most, for what an engine's scheduler waits for
+_THREADS = 8
+_WAVE_ITEMS = 64
+_WAVE_BYTES = 256 << 20  # in flight at once, beside the callers' own memory
+
+
+class _Link:
+    """One connection to the engine, its threads, and the process that may use them."""
+
+    def __init__(self, connect: Callable[[], Driver]) -> None:
+        self.pid = os.getpid()
+        self.driver = connect()
+        self.pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvxfer-remote")
+
+    def close(self) -> None:
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        self.driver.close()
+
+
+class RemoteStore(BlockStore):
+    """Blocks in an engine that `connect` reaches.
+
+    `name` is shown in messages and holds no secret. A call takes at most `timeout` seconds, a
+    lookup at most the smaller of it and one second; what has not arrived by then is an ERROR, and
+    False. Raises StoreError when the first connection fails.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Driver],
+        name: str,
+        timeout: float = DEFAULT_TIMEOUT_SECONDS,
+    ) -> None:
+        self.name = name
+        self._connect = connect
+        self._timeout = timeout
+        self._breaker = Breaker()
+        self._lock = threading.Lock()
+        self._corrupt = 0
+        try:
+            self._link: _Link | None = _Link(connect)
+        except RemoteError as error:
+            raise self._unreadable(error) from error
+
+    @property
+    def available(self) -> bool:
+        """False while the circuit breaker keeps calls away from the engine."""
+        return not self._breaker.is_open
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        keys = list(keys)
+        asked = [n for n, key in enumerate(keys) if _is_key(key)]
+        found = [False] * len(keys)
+        try:
+            answers = self._in_slices(
+                lambda driver, part: driver.exists([keys[n] for n in part]), asked, self._lookup
+            )
+        except StoreError:
+            return found
+        for number, answer in zip(asked, answers, strict=True):
+            found[number] = bool(answer)
+        return found
+
+    def read(self, requests: Sequence[ReadRequest]) -> list[ReadResult]:
+        requests = list(requests)
+        results = [ReadResult(ReadStatus.MISSING)] * len(requests)
+        asked = [n for n, request in enumerate(requests) if _is_key(request.key)]
+        deadline = time.monotonic() + self._timeout
+        for wave in _waves([(n, _expected_bytes(requests[n])) for n in asked], lambda n: n):
+            try:
+                fetched = self._in_slices(
+                    lambda driver, part: [
+                        (item,) for item in driver.fetch([requests[n].key for n in part])
+                    ],
+                    wave,
+                    deadline - time.monotonic(),
+                )
+            except StoreError:
+                fetched = [None] * len(wave)
+            for number, answer in zip(wave, fetched, strict=True):
+                if answer is None:
+                    results[number] = ReadResult(ReadStatus.ERROR)
+                elif answer[0] is not None:
+                    results[number] = self._deliver(requests[number], answer[0])
+        return results
+
+    def write(
+        self, requests: Sequence[WriteRequest], *, overwrite: bool = False
+    ) -> list[WriteStatus]:
+        requests = list(requests)
+        statuses = [WriteStatus.ERROR] * len(requests)
+        plans = [plan for n, r in enumerate(requests) if (plan := plan_write(n, r))]
+        deadline = time.monotonic() + self._timeout
+        absent = plans if overwrite else []
+        if not overwrite:
+            there = self.exists([plan.header.key for plan in plans])
+            for plan, known in zip(plans, there, strict=True):
+                if known:
+                    statuses[plan.position] = WriteStatus.EXISTS
+                else:
+                    absent.append(plan)
+        for wave in _waves([(plan, plan.size) for plan in absent], lambda plan: plan.key):
+            try:
+                answers = self._in_slices(
+                    lambda driver, part: driver.put(part, overwrite=overwrite),
+                    [
+                        Frame(
+                            plan.header.key,
+                            encode(seal(plan.header, plan.runs)),
+                            b"".join(plan.runs),
+                            plan.header.created,
+                        )
+                        for plan in wave
+                    ],
+                    deadline - time.monotonic(),
+                )
+            except StoreError:
+                break
+            for plan, answer in zip(wave, answers, strict=True):
+                statuses[plan.position] = answer or WriteStatus.ERROR
+        return statuses
+
+    def delete(self, keys: Sequence[str]) -> list[bool]:
+        keys = list(keys)
+        try:
+            return [bool(gone) for gone in self.try_delete(keys)]
+        except StoreError:
+            return [False] * len(keys)
+
+    def try_delete(self, keys: Sequence[str]) -> list[bool | None]:
+        """Like `delete`, with None where the engine did not answer. Raises StoreError."""
+        keys = list(keys)
+        results: list[bool | None] = [False] * len(keys)
+        asked = [n for n, key in enumerate(keys) if _is_key(key)]
+        distinct = list({keys[n]: n for n in reversed(asked)}.values())
+        answers = self._in_slices(
+            lambda driver, part: driver.remove([keys[n] for n in part]), distinct, self._timeout
+        )
+        for number, answer in zip(distinct, answers, strict=True):
+            results[number] = answer
+        return results
+
+    def scan(self, prefix: str = "") -> Iterator[BlockStat]:
+        try:
+            driver = self._open.driver
+            yield from sorted(driver.scan(prefix), key=lambda row: row.key)
+        except RemoteError as error:
+            raise self._unreadable(error) from error
+
+    def stats(self) -> StoreStats:
+        blocks = size = 0
+        try:
+            driver = self._open.driver
+            for row in driver.scan(""):
+                blocks += 1
+                size += row.size
+            capacity = driver.capacity()
+        except RemoteError as error:
+            raise self._unreadable(error) from error
+        return StoreStats(blocks, size, capacity.bytes, capacity.evicted, self._corrupt)
+
+    def close(self) -> None:
+        with self._lock:
+            link, self._link = self._link, None
+        if link is not None and link.pid == os.getpid():
+            link.close()
+
+    @property
+    def _lookup(self) -> float:
+        return min(LOOKUP_SECONDS, self._timeout)
+
+    @property
+    def _open(self) -> _Link:
+        link = self._link
+        if link is not None and link.pid == os.getpid():
+            return link
+        with self._lock:
+            if self._link is None:
+                raise StoreError(f"store {self.name!r}: closed")
+            if self._link.pid != os.getpid():  # forked: sockets and threads are the parent's
+                self._link = _Link(self._connect)
+            return self._link
+
+    def _in_slices(
+        self,
+        work: Callable[[Driver, list[T]], Sequence[U | None]],
+        items: list[T],
+        seconds: float,
+    ) -> list[U | None]:
+        """`work` for all items, shared among the threads; None for what failed or came late.
+
+        Raises StoreError when the engine is not asked at all.
+        """
+        link = self._open
+        if not items:
+            return []
+        if seconds <= 0 or not self._breaker.allows():
+            raise RemoteError(f"store {self.name!r}: not asked; it has failed too often")
+        deadline = time.monotonic() + seconds
+        size = -(-len(items) // _THREADS)
+        slices = [items[at : at + size] for at in range(0, len(items), size)]
+        try:
+            futures = [link.pool.submit(work, link.driver, part) for part in slices]
+        except RuntimeError as error:  # the pool was shut down by another thread
+            raise StoreError(f"store {self.name!r}: closed") from error
+        answers: list[U | None] = []
+        failure: Exception | None = None
+        for future, part in zip(futures, slices, strict=True):
+            found, late = _within(future, deadline)
+            answers += [None] * len(part) if found is None else found
+            failure = failure or late
+        self._judge(failure)
+        return answers
+
+    def _judge(self, failure: Exception | None) -> None:
+        if failure is None:
+            self._breaker.succeeded()
+        elif self._breaker.failed():
+            reason = str(failure) or "no answer in time"
+            _log.warning("store %s: %s; it is left alone for a while", self.name, reason)
+
+    def _deliver(self, request: ReadRequest, fetched: Fetched) -> ReadResult:
+        """Verified bytes into the caller's memory."""
+        try:
+            header, runs = open_frame(request.key, fetched.parts)
+        except BlockFormatError:
+            return self._condemn(request.key, fetched)
+        if request.destination is None:
+            return ReadResult(ReadStatus.OK, header, b"".join(runs))
+        try:
+            target = byte_runs(request.destination)
+            if sum(map(len, target)) != header.payload_bytes:
+                return ReadResult(ReadStatus.MISMATCH, header)
+            copy_runs(runs, target)
+        except (BufferError, TypeError, ValueError):
+            return ReadResult(ReadStatus.ERROR)
+        return ReadResult(ReadStatus.OK, header)
+
+    def _condemn(self, key: str, fetched: Fetched) -> ReadResult:
+        with self._lock:
+            self._corrupt += 1
+
+        def remove(driver: Driver, part: list[str]) -> list[bool]:
+            driver.remove_version(part[0], fetched.version)
+            return [True]
+
+        try:
+            self._in_slices(remove, [key], self._lookup)
+        except StoreError as error:
+            _log.warning("store %s: cannot remove a damaged block: %s", self.name, error)
+        return ReadResult(ReadStatus.CORRUPT)
+
+    def _unreadable(self, error: RemoteError) -> StoreError:
+        return StoreError(f"store {self.name!r}: {error}; check that it runs and can be reached")
+
+
+def _within(
+    future: Future[Sequence[U | None]], deadline: float
+) -> tuple[Sequence[U | None] | None, Exception | None]:
+    """The result, or why there is none by the deadline."""
+    try:
+        return future.result(max(0.0, deadline - time.monotonic())), None
+    except (RemoteError, FutureTimeoutError) as error:
+        future.cancel()
+        return None, error
+
+
+def _is_key(key: str) -> bool:
+    try:
+        BlockKey.parse(key)
+    except BlockFormatError:
+        return False
+    return True
+
+
+def _expected_bytes(request: ReadRequest) -> int:
+    return sum(memoryview(run).nbytes for run in request.destination or ())
+
+
+def _waves(sized: Sequence[tuple[T, int]], name: Callable[[T], object]) -> Iterator[list[T]]:
+    """Runs of items that are in flight together: memory stays bounded, no name occurs twice."""
+    wave: list[T] = []
+    names: set[object] = set()
+    total = 0
+    for item, size in sized:
+        full = total + size > _WAVE_BYTES or len(wave) == _WAVE_ITEMS
+        if wave and (full or name(item) in names):
+            yield wave
+            wave, names, total = [], set(), 0
+        wave.append(item)
+        names.add(name(item))
+        total += size
+    if wave:
+        yield wave
