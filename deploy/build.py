@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import prometheus_rule
+
 from kvstore_xfer import metrics
 
 ROOT = Path(__file__).parents[1]
@@ -15,7 +17,9 @@ def generated() -> dict[Path, str]:
     """Every generated file and its content."""
     page = ROOT / "docs" / "metrics.md"
     text = page.read_text(encoding="utf-8")
-    return {page: _BETWEEN.sub(lambda _: metrics.table() + "\n", text)}
+    files = {page: _BETWEEN.sub(lambda _: metrics.table() + "\n", text)}
+    files[prometheus_rule.RESOURCE] = prometheus_rule.render()
+    return files
 
 
 if __name__ == "__main__":

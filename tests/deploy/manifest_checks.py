@@ -160,6 +160,8 @@ def _unselected(objects):
             for port in service["spec"]["ports"]
             if not any(port["targetPort"] in ports for ports in opened)
         ]
+    for monitor in of_kind(objects, "ServiceMonitor"):
+        findings += _unscraped(monitor, of_kind(objects, "Service"))
     for policy in of_kind(objects, "NetworkPolicy"):
         ingress = policy["spec"]["ingress"]
         selectors = [policy["spec"]["podSelector"]]
@@ -169,6 +171,16 @@ def _unselected(objects):
             if not any(wanted <= labels.items() for labels, _ in running):
                 findings.append(f"NetworkPolicy {policy['metadata']['name']}: {selector}")
     return findings
+
+
+def _unscraped(monitor, services):
+    """Services that the monitor finds but none of whose ports it scrapes."""
+    wanted = monitor["spec"]["selector"]["matchLabels"].items()
+    found = [s for s in services if wanted <= s["metadata"]["labels"].items()]
+    ports = {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]}
+    unscraped = [s for s in found if not ports & {port["name"] for port in s["spec"]["ports"]}]
+    names = [service["metadata"]["name"] for service in unscraped] if found else ["no Service"]
+    return [f"ServiceMonitor {monitor['metadata']['name']}: {name}" for name in names]
 
 
 def leaked(objects):

