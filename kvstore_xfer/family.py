@@ -7,9 +7,9 @@ with its line.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from kvstore_xfer.tier.policy import Direction, Policy
 from kvstore_xfer.yaml_file import Strict, load_yaml
@@ -61,11 +61,27 @@ class MetricsEntry(Strict):
     address: str = "127.0.0.1"
 
 
+def _joined(value: object) -> object:
+    """Levels as one URL."""
+    levels = value if isinstance(value, list) else None
+    return "|".join(levels) if levels and all(isinstance(x, str) for x in levels) else value
+
+
+StoreUrl = Annotated[
+    str,
+    BeforeValidator(_joined),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+]
+
+
 class Family(Strict):
     """A family manifest."""
 
     family: str = Field(min_length=1)
-    store: str = Field(description="Store URL, such as local:///var/lib/kvxfer?max_size=50GiB.")
+    store: StoreUrl = Field(
+        description="Store URL, such as local:///var/lib/kvxfer?max_size=50GiB; "
+        "a list names levels from fast to far, such as memory:, local:, valkey:."
+    )
     models: dict[str, ModelEntry] = Field(min_length=1)
     pairs: list[PairEntry] = Field(default=[])
     metrics: MetricsEntry | None = None

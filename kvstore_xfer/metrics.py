@@ -104,6 +104,11 @@ EVICTIONS = Counter(
     "Blocks this process evicted: to stay below the size cap, or above the free-space floor.",
     ("store", "reason"),
 )
+STORE_MOVES = Counter(
+    "kvxfer_store_moves",
+    "Copies between the levels of a store, up (promotion) or far (upload), by result.",
+    ("kind", "status"),
+)
 GATE_OPEN = _gauge("kvxfer_gate_open", "1 when the pair's mapper may serve, else 0.", _PAIR)
 GATE_RETENTION = _gauge(
     "kvxfer_gate_retention",

@@ -18,7 +18,8 @@ from rich.table import Table
 from kvstore_xfer.blocks.key import BlockKey
 from kvstore_xfer.errors import BlockFormatError, ConfigError
 from kvstore_xfer.store.base import ReadRequest, ReadStatus
-from kvstore_xfer.store.url import local_folder, open_store
+from kvstore_xfer.store.parameters import shown
+from kvstore_xfer.store.url import local_folders, open_store
 
 if TYPE_CHECKING:
     import argparse
@@ -63,9 +64,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _existing(url: str) -> BlockStore:
     """Open a store that is there: looking at one must not create it."""
-    folder = local_folder(url)
-    if folder is not None and not folder.is_dir():
-        raise ConfigError(f"store {url!r}: no folder {folder}; correct the URL")
+    for folder in local_folders(url):
+        if not folder.is_dir():
+            raise ConfigError(f"store {shown(url)!r}: no folder {folder}; correct the URL")
     return open_store(url)
 
 
@@ -138,7 +139,7 @@ def _confirmed(args: argparse.Namespace) -> bool:
     if not sys.stdin.isatty():
         raise ConfigError("store clear: not a terminal, nobody to ask; add --yes")
     what = f"all blocks under {args.prefix!r}" if args.prefix else "all blocks"
-    return Confirm.ask(f"Delete {what} in {args.url}?", default=False)
+    return Confirm.ask(f"Delete {what} in {shown(args.url)}?", default=False)
 
 
 def _delete_all(store: BlockStore, prefix: str) -> int:

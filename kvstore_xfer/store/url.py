@@ -3,7 +3,10 @@
 =========================================== ====================================================
 URL                                         store
 =========================================== ====================================================
-``local:///folder?max_size=&min_free=``     a folder on a local disk; ``local:folder`` is relative
+``local:///folder?max_size=&min_free=``     a folder on a local disk; ``local:folder`` is relative;
+                                            ``more=/b:/c`` adds folders on other disks
+``memory:?max_size=&name=``                 shared memory of this machine, for all its processes
+``URL|URL|URL``                             levels, from fast to far (`tiered/store.py`)
 ``valkey://host``, ``valkeys://host``       `remote/valkey_url.py`
 ``s3://bucket``, ``gs://``, ``az://``       `remote/objects_url.py`
 =========================================== ====================================================
@@ -15,6 +18,10 @@ packages that register a factory, called with the URL, in the entry-point group
 
 from __future__ import annotations
 
+import os
+import re
+import stat
+from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -22,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from kvstore_xfer.errors import ConfigError
+from kvstore_xfer.errors import ConfigError, StoreError
 from kvstore_xfer.store.parameters import Parameters, shown
 
 if TYPE_CHECKING:
@@ -32,6 +39,9 @@ if TYPE_CHECKING:
 
 ENTRY_POINT_GROUP = "kvstore_xfer.stores"
 _LOCAL = "local"
+_MEMORY = "memory"
+_LEVELS = "|"
+_MEMORY_FREE_BYTES = 4 << 20  # of /dev/shm, which is small in containers
 # Modules with a function `opener(url, base)`; they import the engine's client only when opening.
 _VALKEY = "kvstore_xfer.store.remote.valkey_url"
 _OBJECTS = "kvstore_xfer.store.remote.objects_url"
@@ -52,25 +62,34 @@ def check_url(url: str) -> None:
     _opener(url, None)
 
 
-def local_folder(url: str) -> Path | None:
-    """The folder of a `local` URL, None for other schemes. Raises ConfigError for a wrong URL."""
-    if _scheme(url) != _LOCAL:
-        _opener(url, None)
-        return None
-    folder: Path = _local_options(url, None)["root"]
-    return folder
+def local_folders(url: str) -> list[Path]:
+    """The folders on disk that a URL names, of all its levels.
+
+    Raises ConfigError for a wrong URL.
+    """
+    _opener(url, None)
+    return [
+        root
+        for level in url.split(_LEVELS)
+        if _scheme(level) == _LOCAL
+        for root in _local_options(level.strip(), None)["roots"]
+    ]
 
 
 def _opener(url: str, base: Path | None) -> Callable[[], BlockStore]:
+    if _LEVELS in url:
+        return partial(_open_levels, [_opener(level.strip(), base) for level in url.split(_LEVELS)])
     scheme = _scheme(url)
     if scheme == _LOCAL:
-        return partial(_open_local, _local_options(url, base))
+        return partial(_open_local, **_local_options(url, base))
+    if scheme == _MEMORY:
+        return partial(_open_memory, **_memory_options(url))
     if scheme in _REMOTE:
         opener: Callable[[], BlockStore] = import_module(_REMOTE[scheme]).opener(url, base)
         return opener
     plugins = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
     if scheme not in plugins:
-        known = ", ".join(sorted({_LOCAL, *_REMOTE, *plugins}))
+        known = ", ".join(sorted({_LOCAL, _MEMORY, *_REMOTE, *plugins}))
         raise ConfigError(f"store {shown(url)!r}: unknown scheme {scheme!r}; known: {known}")
     return lambda: plugins[scheme].load()(url)
 
@@ -82,23 +101,75 @@ def _scheme(url: str) -> str:
     return scheme
 
 
-def _open_local(options: dict[str, Any]) -> BlockStore:
-    from kvstore_xfer.store.local.store import LocalStore
+def _open_levels(openers: list[Callable[[], BlockStore]]) -> BlockStore:
+    from kvstore_xfer.store.tiered.store import TieredStore
 
-    return LocalStore(**options)
+    with ExitStack() as opened:
+        levels = [opened.enter_context(opener()) for opener in openers]
+        store = TieredStore(levels)
+        opened.pop_all()
+        return store
+
+
+def _open_local(roots: list[Path], max_bytes: int, min_free_bytes: int) -> BlockStore:
+    from kvstore_xfer.store.local.store import LocalStore
+    from kvstore_xfer.store.tiered.striped import StripedStore
+
+    share = max(1, max_bytes // len(roots))
+    with ExitStack() as opened:
+        stores = [
+            opened.enter_context(LocalStore(root, max_bytes=share, min_free_bytes=min_free_bytes))
+            for root in roots
+        ]
+        store = stores[0] if len(stores) == 1 else StripedStore(stores)
+        opened.pop_all()
+        return store
 
 
 def _local_options(url: str, base: Path | None) -> dict[str, Any]:
-    """Arguments of `LocalStore`."""
+    """Arguments of `_open_local`."""
     from kvstore_xfer.store.local.store import DEFAULT_MAX_BYTES, DEFAULT_MIN_FREE_BYTES
 
     parts = urlsplit(url)
     path = unquote(parts.path)
-    if parts.netloc or parts.fragment or not path or "\0" in path:
+    parameters = Parameters(url, ("max_size", "min_free", "more"))
+    more = [folder for folder in parameters.text("more", "").split(":") if folder]
+    if parts.netloc or parts.fragment or not path or "\0" in path + "".join(more):
         raise ConfigError(f"store {url!r}: expected local:///absolute/folder")
-    parameters = Parameters(url, ("max_size", "min_free"))
+    roots = [(base or Path.cwd()) / folder for folder in (path, *more)]
+    if len(set(roots)) < len(roots):
+        raise parameters.wrong("more", "a folder is named twice")
     return {
-        "root": (base or Path.cwd()) / path,
+        "roots": roots,
         "max_bytes": parameters.size("max_size", DEFAULT_MAX_BYTES, least=1),
         "min_free_bytes": parameters.size("min_free", DEFAULT_MIN_FREE_BYTES),
     }
+
+
+def _open_memory(name: str, max_bytes: int) -> BlockStore:
+    """A local store whose folder is shared memory: the same index, locks and checksums."""
+    from kvstore_xfer.store.local.store import LocalStore
+
+    root = Path(f"/dev/shm/kvxfer-{os.getuid()}-{name}")
+    try:
+        root.mkdir(mode=0o700, exist_ok=True)
+        owner = root.stat(follow_symlinks=False)
+    except OSError as error:
+        raise StoreError(f"store 'memory:': {root}: {error.strerror}; mount /dev/shm") from None
+    if owner.st_uid != os.getuid() or not stat.S_ISDIR(owner.st_mode):
+        raise StoreError(f"store 'memory:': {root} belongs to another user; choose another name")
+    return LocalStore(root, max_bytes=max_bytes, min_free_bytes=_MEMORY_FREE_BYTES)
+
+
+def _memory_options(url: str) -> dict[str, Any]:
+    parts = urlsplit(url)
+    parameters = Parameters(url, ("max_size", "name"))
+    name = parameters.text("name", "blocks")
+    if (
+        parts.netloc
+        or parts.path
+        or parts.fragment
+        or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name)
+    ):
+        raise ConfigError(f"store {url!r}: expected memory:?max_size=4GiB&name=letters-and-digits")
+    return {"name": name, "max_bytes": parameters.size("max_size", 1 << 30, least=1)}

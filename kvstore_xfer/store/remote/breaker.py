@@ -7,7 +7,7 @@ import time
 
 FAILURES_TO_OPEN = 3
 FIRST_PAUSE_SECONDS = 1.0
-LONGEST_PAUSE_SECONDS = 30.0
+LONGEST_PAUSE_SECONDS = 10.0
 
 
 class Breaker:
@@ -21,8 +21,9 @@ class Breaker:
         self._closed_again = 0.0
 
     @property
-    def is_open(self) -> bool:
-        return self._failures >= FAILURES_TO_OPEN
+    def ready(self) -> bool:
+        """Whether a call would be allowed now."""
+        return self._failures < FAILURES_TO_OPEN or time.monotonic() >= self._closed_again
 
     def allows(self) -> bool:
         """Whether a call may be made now; a probe takes the place of the pause."""

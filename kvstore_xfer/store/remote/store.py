@@ -86,7 +86,7 @@ class RemoteStore(BlockStore):
     @property
     def available(self) -> bool:
         """False while the circuit breaker keeps calls away from the engine."""
-        return not self._breaker.is_open
+        return self._breaker.ready
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         keys = list(keys)
