@@ -127,6 +127,8 @@ class Mover:
         return not waiting and not self._busy
 
     def _drop(self, kind: str, count: int = 1) -> None:
+        if not count:
+            return
         self.dropped[kind] += count
         metrics.STORE_MOVES.labels(kind, "dropped").inc(count)
 
