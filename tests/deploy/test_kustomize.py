@@ -11,7 +11,7 @@ from rendered import KUSTOMIZE, OVERLAYS, containers, fitting_job, of_kind, over
 
 from kvstore_xfer.cli.main import _parser
 from kvstore_xfer.family import load_family
-from kvstore_xfer.store.url import local_folder
+from kvstore_xfer.store.url import local_folders
 
 RENDERED = [*OVERLAYS, "fit"]
 
@@ -82,7 +82,7 @@ def test_servers_are_the_models_of_the_manifest(name, tmp_path):
 def test_manifest_mappers_and_store_are_mounted_where_they_are_looked_for(name, tmp_path):
     objects = overlay(name)
     family = _family(objects, tmp_path)
-    folder = local_folder(family.store)  # refuses a URL that is wrong
+    folders = local_folders(family.store)  # refuses a URL that is wrong
     assert len(_engines(objects)) == 2
     for pod, container in _engines(objects):
         mounts = _mounts(pod, container)
@@ -91,7 +91,7 @@ def test_manifest_mappers_and_store_are_mounted_where_they_are_looked_for(name, 
         for pair in family.pairs:
             mappers = mounts[str(PurePosixPath(pair.mapper).parent)]
             assert "persistentVolumeClaim" in mappers or _filled(pod, mappers["name"])
-        if folder is not None:
+        for folder in folders:
             claim = mounts[str(folder)]["persistentVolumeClaim"]["claimName"]
             (volume,) = [c for c in of_kind(objects, "PersistentVolumeClaim") if _named(c, claim)]
             assert volume["spec"]["accessModes"] == ["ReadWriteOnce"]
