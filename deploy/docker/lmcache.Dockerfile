@@ -10,11 +10,15 @@ COPY integrations integrations
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM lmcache/standalone:v0.5.6
-# This image keeps Python in a virtual environment made by uv, without pip.
+# This image keeps Python in a virtual environment made by uv, without pip. What it has of these
+# packages stays as it is, or the build fails.
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
-    wheel="$(ls /wheels/*.whl)" \
-    && uv pip install --no-cache --python /opt/venv/bin/python "kvstore-xfer[valkey,s3,mooncake] @ file://${wheel}" \
-    && /opt/venv/bin/python -c "import importlib.metadata as m; assert m.version('lmcache') == '0.5.6'; import kvxfer_lmcache" \
+    uv pip freeze --python /opt/venv/bin/python > /tmp/all.txt \
+    && grep -E '^(torch|transformers|triton|numpy|pydantic)==' /tmp/all.txt > /tmp/engine.txt \
+    && wheel="$(ls /wheels/*.whl)" \
+    && uv pip install --no-cache --python /opt/venv/bin/python --constraint /tmp/engine.txt "kvstore-xfer[valkey,s3] @ file://${wheel}" \
+    && /opt/venv/bin/python -c "import importlib.metadata as m; assert m.version('lmcache') == '0.5.6'; import kvxfer_lmcache.l2_adapter" \
+    && rm /tmp/all.txt /tmp/engine.txt \
     && useradd --uid 10001 --create-home --shell /usr/sbin/nologin kvxfer \
     && install --directory --owner=10001 --group=10001 /models /var/lib/kvxfer
 ENV PATH=/opt/venv/bin:$PATH HOME=/home/kvxfer HF_HOME=/models \

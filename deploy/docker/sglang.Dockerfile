@@ -9,16 +9,18 @@ COPY integrations integrations
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM lmsysorg/sglang:v0.5.23
-# The engine, its torch and its transformers stay as they are in the image: our ranges admit them,
-# and pip leaves alone what already fits.
+# What the image has of these stays as it is, or the build fails. Mooncake's package is in the image.
 ENV PIP_BREAK_SYSTEM_PACKAGES=1
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
-    wheel="$(ls /wheels/*.whl)" \
-    && python3 -m pip install --no-cache-dir "kvstore-xfer[valkey,s3,mooncake] @ file://${wheel}" \
+    python3 -m pip freeze > /tmp/all.txt \
+    && grep -E '^(torch|transformers|triton|numpy|pydantic)==' /tmp/all.txt > /tmp/engine.txt \
+    && wheel="$(ls /wheels/*.whl)" \
+    && python3 -m pip install --no-cache-dir --constraint /tmp/engine.txt "kvstore-xfer[valkey,s3] @ file://${wheel}" \
     && python3 -c "import importlib.metadata as m; assert m.version('sglang') == '0.5.23'; import kvxfer_sglang.hicache" \
+    && rm /tmp/all.txt /tmp/engine.txt \
     && useradd --uid 10001 --create-home --shell /usr/sbin/nologin kvxfer \
     && install --directory --owner=10001 --group=10001 /models /var/lib/kvxfer
-# Compiled kernels are cached below HOME; `sudo` and root's caches are not needed to serve.
+# Compiled kernels are cached below HOME.
 ENV HOME=/home/kvxfer HF_HOME=/models
 WORKDIR /home/kvxfer
 USER 10001:10001

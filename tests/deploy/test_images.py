@@ -35,6 +35,14 @@ def _engine(file):
     return file.name.removesuffix(".Dockerfile")
 
 
+def installed_as(file):
+    """The requirement by which the engine's image installs the package."""
+    (requirement,) = re.findall(
+        r'"(kvstore-xfer\[[\w,]+\] @ file://\$\{wheel\})"', file.read_text()
+    )
+    return requirement
+
+
 def _copied(file):
     """The sources that come from the build context."""
     sources = [shlex.split(line)[:-1] for line in _instructions(file, "COPY")]
@@ -109,6 +117,20 @@ def test_the_build_context_holds_what_is_copied(file):
     assert {line[1:] for line in ignore if line.startswith("!")} == set(_copied(file))
 
 
+def _installs(wheel):
+    """The requirement as the images state it is one that pip resolves, without its dependencies."""
+    for file in ENGINES:
+        requirement = installed_as(file).replace("${wheel}", str(wheel))
+        options = ["--dry-run", "--no-deps", "--ignore-installed", "--quiet"]
+        done = subprocess.run(
+            [sys.executable, "-m", "pip", "install", *options, requirement],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+
+
 def test_the_package_builds_from_what_is_copied(tmp_path):
     """The same `pip wheel`, on the same files."""
     copied = [_copied(file) for file in ENGINES]
@@ -136,5 +158,6 @@ def test_the_package_builds_from_what_is_copied(tmp_path):
     assert done.returncode == 0, done.stderr
     (wheel,) = (tmp_path / "wheels").iterdir()
     inside = {name.rpartition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    _installs(wheel)
     packages = {name.replace(".", "/") for name in PROJECT["tool"]["setuptools"]["packages"]}
     assert packages <= inside
