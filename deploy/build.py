@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import dashboards
 import prometheus_rule
 
 from kvstore_xfer import metrics
@@ -19,6 +20,8 @@ def generated() -> dict[Path, str]:
     text = page.read_text(encoding="utf-8")
     files = {page: _BETWEEN.sub(lambda _: metrics.table() + "\n", text)}
     files[prometheus_rule.RESOURCE] = prometheus_rule.render()
+    for uid, content in dashboards.render().items():
+        files[ROOT / "deploy" / "grafana" / f"{uid}.json"] = content
     return files
 
 
