@@ -90,9 +90,7 @@ OVERVIEW = [
             ),
             Panel(
                 "Pairs switched off",
-                {
-                    f"sum(max by (source, target) (kvxfer_pair_switched_off{_PAIR})) or vector(0)": ""
-                },
+                {f"sum(max {_BY_PAIR} (kvxfer_pair_switched_off{_PAIR})) or vector(0)": "off"},
                 "none",
                 "stat",
                 6,

@@ -185,6 +185,7 @@ def _pairs(
         if pair.refusal is not None:
             _log.warning("pair %s -> %s is off: %s", entry.source, member, pair.refusal.value)
         metrics.GATE_OPEN.labels(*pair.labels).set(pair.refusal is None)
+        metrics.SWITCHED_OFF.labels(*pair.labels).set(0)
         if pair.gate is not None:
             metrics.set_bounds(metrics.GATE_RETENTION, pair.labels, pair.gate.retention)
         pairs.append(pair)
