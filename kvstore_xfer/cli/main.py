@@ -1,7 +1,7 @@
 """Entry point of `kvxfer`: parse, run one subcommand, turn errors into one line.
 
-Exit codes: 0 done, 1 the store is damaged (`store verify`), 2 bad input, 3 mapper rejected
-(`check`), 70 a fault of ours, 130 interrupted.
+Exit codes: 0 done, 1 a damaged store (`store verify`) or a problem (`doctor`), 2 bad input,
+3 mapper rejected (`check`), 70 a fault of ours, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ _COMMANDS = {
     "check": "measure a mapper on held-out text and decide whether it may serve",
     "family": "validate a family manifest",
     "store": "look into a block store",
+    "doctor": "what works here and what does not, with the remedy",
     "top": "live view of running engines, from their metrics",
     "plan": "what conversion would save for an expected traffic",
     "bench": "measure speed on this machine",
