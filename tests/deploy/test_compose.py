@@ -132,6 +132,21 @@ def test_prometheus_takes_its_configuration(tmp_path):
     assert "1 rule files found" in done.stdout
 
 
+def test_grafana_is_given_the_dashboards_and_prometheus():
+    targets = {mount["target"]: mount["source"] for mount in SERVICES["grafana"]["volumes"]}
+    provisioning = "/etc/grafana/provisioning"
+    providers = _yaml(targets[f"{provisioning}/dashboards/kvxfer.yml"])["providers"]
+    folder = Path(targets[providers[0]["options"]["path"]])
+    assert len(list(folder.glob("*.json"))) >= 4
+    (source,) = _yaml(targets[f"{provisioning}/datasources/kvxfer.yml"])["datasources"]
+    assert (source["type"], source["url"]) == ("prometheus", "http://prometheus:9090")
+    assert source["isDefault"]  # the dashboards' data source variable starts with the default
+
+
+def _yaml(path):
+    return yaml.safe_load(Path(path).read_text())
+
+
 def _script_of_compose():
     # Docker Compose doubles the dollars of what a container is to expand itself.
     return SERVICES["valkey"]["command"][-1].replace("$$", "$")

@@ -7,7 +7,7 @@ import prometheus_rule
 import pytest
 import yaml
 from manifest_checks import dangling, images_of, insecure, leaked, unpinned, unprobed, wrong_schema
-from rendered import KUSTOMIZE, OVERLAYS, containers, fitting_job, of_kind, overlay, pods
+from rendered import DEPLOY, KUSTOMIZE, OVERLAYS, containers, fitting_job, of_kind, overlay, pods
 
 from kvstore_xfer.cli.main import _parser
 from kvstore_xfer.family import load_family
@@ -202,6 +202,17 @@ def test_the_alerts_are_those_of_the_rules_file(name):
 
 def test_the_resource_of_the_rules_is_up_to_date():
     assert build.generated()[prometheus_rule.RESOURCE] == prometheus_rule.RESOURCE.read_text()
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_the_dashboards_are_the_generated_ones_and_labelled_for_the_sidecar(name):
+    given = {}
+    for config in of_kind(overlay(name), "ConfigMap"):
+        if config["metadata"].get("labels", {}).get("grafana_dashboard") == "1":
+            given |= config["data"]
+    files = sorted((DEPLOY / "grafana").glob("*.json"))
+    assert len(files) >= 4
+    assert given == {file.name: file.read_text() for file in files}
 
 
 def _break_rule(objects):
