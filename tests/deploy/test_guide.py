@@ -5,6 +5,7 @@ import re
 from manifest_checks import NEWEST, OLDEST, SECRETS
 from rendered import KUSTOMIZE, OVERLAYS, ROOT, compose
 
+from kvstore_xfer.cli.main import _parser
 from kvstore_xfer.store.remote.valkey_url import PASSWORD_VARIABLE
 
 GUIDE = (ROOT / "docs" / "deploy.md").read_text()
@@ -14,6 +15,15 @@ def test_every_path_exists():
     paths = set(re.findall(r"\bdeploy/[\w./-]*\w", GUIDE))
     assert len(paths) > 5
     assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+
+
+def test_commands_inside_containers_are_ones_the_parser_takes():
+    engine = compose()["services"]["sglang-32b"]["environment"]
+    commands = re.findall(r"kvxfer (doctor [^\n]*)", GUIDE)
+    assert len(commands) == 2
+    for command in commands:
+        parsed = _parser(command.split()).parse_args(command.split())
+        assert str(parsed.manifest) == engine["KVXFER_CONFIG"]
 
 
 def test_every_overlay_and_component_is_explained():
