@@ -1,4 +1,4 @@
-"""``kvxfer store ls|stat|verify|clear URL``: look into a store, check it, empty it."""
+"""``kvxfer store ls|stat|verify|compact|clear URL``: look into a store, check it, empty it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,17 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "verify", help="read and check every block, remove damaged ones; exit 1 on damage"
     )
     verify.add_argument("url", metavar="URL", help=_URL_HELP)
+    verify.add_argument(
+        "--repair",
+        action="store_true",
+        help="first bring index and files together: a file nobody knows is taken in, a row "
+        "without a file is dropped",
+    )
     verify.set_defaults(run=_verify)
+
+    compact = commands.add_parser("compact", help="shrink the index; the store may be in use")
+    compact.add_argument("url", metavar="URL", help=_URL_HELP)
+    compact.set_defaults(run=_compact)
 
     clear = commands.add_parser("clear", help="delete blocks")
     clear.add_argument("url", metavar="URL", help=_URL_HELP)
@@ -109,6 +119,10 @@ def _verify(args: argparse.Namespace) -> int:
     damaged: list[str] = []
     counts: Counter[ReadStatus] = Counter()
     with closing(_existing(args.url)) as store, _progress() as progress:
+        if args.repair:
+            before = store.stats().blocks
+            store.repair()
+            sys.stdout.write(f"{before} blocks in the index before, {store.stats().blocks} after\n")
         task = progress.add_task("verify", total=store.stats().blocks)
         for keys in _batches(row.key for row in store.scan()):
             results = store.read([ReadRequest(key, touch=False) for key in keys])
@@ -124,6 +138,13 @@ def _verify(args: argparse.Namespace) -> int:
         summary += f", {counts[ReadStatus.MISSING]} evicted meanwhile"
     sys.stdout.write(summary + "\n")
     return 1 if damaged else 0
+
+
+def _compact(args: argparse.Namespace) -> int:
+    with closing(_existing(args.url)) as store:
+        before, after = store.compact()
+    sys.stdout.write(f"index: {_size(before)} before, {_size(after)} after\n")
+    return 0
 
 
 def _clear(args: argparse.Namespace) -> int:

@@ -116,6 +116,13 @@ class BlockStore(ABC):
     def delete(self, keys: Sequence[str]) -> list[bool]:
         """True for each block that was there and is gone. Never raises."""
 
+    def pin(self, keys: Sequence[str], seconds: float) -> None:
+        """Keep these blocks from eviction for a while, where the store can; never raises.
+
+        A block that is being read is safe without it: a lost race is MISSING, never half a block.
+        """
+        del keys, seconds
+
     @abstractmethod
     def scan(self, prefix: str = "") -> Iterator[BlockStat]:
         """All blocks whose key starts with `prefix`, in key order.
@@ -126,6 +133,20 @@ class BlockStore(ABC):
     @abstractmethod
     def stats(self) -> StoreStats:
         """Totals of the whole store. Raises StoreError when they cannot be read."""
+
+    def compact(self) -> tuple[int, int]:
+        """Give back what bookkeeping takes too much; its bytes before and after.
+
+        Raises StoreError. A store on an engine leaves that to the engine.
+        """
+        return 0, 0
+
+    def repair(self) -> bool:
+        """Bring bookkeeping and blocks together: index every intact block, drop rows without one.
+
+        False for a store on an engine, which has no bookkeeping of its own. Raises StoreError.
+        """
+        return False
 
     @abstractmethod
     def close(self) -> None:

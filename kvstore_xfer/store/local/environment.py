@@ -98,6 +98,11 @@ class Environment:
         except FileNotFoundError:
             return False
 
+    def copy_compact(self, folder: Path) -> None:
+        """A copy without free pages, in an empty folder."""
+        with self.gate.passing():
+            self._env.copy(os.fspath(folder), compact=True)
+
     def abandon(self) -> None:
         """Close; never current again, even when the same folder comes back to its path."""
         self._inode = None

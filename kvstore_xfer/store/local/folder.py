@@ -9,23 +9,26 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import stat
 import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import lmdb
 
 from kvstore_xfer.errors import BlockFormatError, StoreError
+from kvstore_xfer.store.local import seal
 from kvstore_xfer.store.local.environment import DAMAGE
-from kvstore_xfer.store.local.index import Entry, Index
-from kvstore_xfer.store.local.layout import Layout, parse_name, payload_name
+from kvstore_xfer.store.local.index import Entry, Index, raw_key
+from kvstore_xfer.store.local.layout import Layout, open_regular, parse_name, payload_name
 from kvstore_xfer.store.local.payload import read_header
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from kvstore_xfer.store.local.index import Rows
 
@@ -62,7 +65,12 @@ class Folder:
         self._pending_lock = threading.Lock()
         self._touched: dict[str, int] = {}
         self._unlinked: list[str] = []
-        self._index = self._open_index()
+        self._users = self.layout.users()
+        try:
+            self._index = self._open_index(first=True)
+        except BaseException:
+            os.close(self._users)
+            raise
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvxfer-store")
         self._stop = threading.Event()
         try:
@@ -129,6 +137,17 @@ class Folder:
             for position, key in enumerate(keys):
                 self._touched[key] = now + position
 
+    def pin(self, keys: Sequence[str], seconds: float) -> None:
+        """Uses in the future: nothing is evicted before its time."""
+        until = time.time_ns() + int(seconds * 1e9)
+
+        def work(rows: Rows) -> None:
+            for key in keys:
+                if raw := raw_key(key):
+                    rows.touch(raw, until)
+
+        self.update(work)
+
     def unlink(self, names: Iterable[str]) -> None:
         """Remove files whose rows are in the trash; one that resists stays there and counts."""
         gone = [name for name in names if self._remove_file(name)]
@@ -137,7 +156,7 @@ class Folder:
 
     def evict(self, needed: int) -> int:
         """Remove least recently used blocks of `needed` bytes; how many there were."""
-        names = self.update(lambda rows: rows.evict(needed))
+        names = self.update(lambda rows: rows.evict(needed, time.time_ns()))
         self.unlink(names)
         return len(names)
 
@@ -180,9 +199,11 @@ class Folder:
         for path, descriptor in self.layout.abandoned():
             if parse_name(path.name) is None:
                 continue
-            if os.fstat(descriptor).st_nlink > 1:
+            status = os.fstat(descriptor)
+            if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
                 self._unpublish(path.name, descriptor)
-            path.unlink(missing_ok=True)
+            with suppress(IsADirectoryError):  # a stray; not ours to empty
+                path.unlink(missing_ok=True)
 
     def close(self) -> None:
         self._stop.set()
@@ -193,6 +214,48 @@ class Folder:
         except FAILURES as error:
             logger.debug("store %s: last touches lost: %s", self.layout.root, error)
         self._index.close()
+        self._leave()
+
+    def compact(self) -> tuple[int, int]:
+        """Write the index anew without its free pages; its bytes before and after.
+
+        Every process finds its handle out of date then, and opens the new one.
+        """
+        index = self.layout.index
+        fresh, old = index.with_name("index.new"), index.with_name("index.old")
+        with self.writer, self.layout.locked(exclusive=True):
+            for leftover in (fresh, old):
+                shutil.rmtree(leftover, ignore_errors=True)
+            fresh.mkdir()
+            self._index.environment.copy_compact(fresh)
+            sizes = [os.stat(folder / "data.mdb").st_size for folder in (index, fresh)]
+            index.rename(old)
+            fresh.rename(index)
+            shutil.rmtree(old, ignore_errors=True)
+        return sizes[0], sizes[1]
+
+    def repair(self) -> None:
+        """Bring index and files together: adopt what nobody knows, drop what has no file."""
+        self.sweep_temporaries()
+        self.unlink(self.query(lambda index: index.trash()))
+        self.walk()
+        lost = [
+            (key.encode(), entry.generation)
+            for key, entry in self.query(lambda index: index.scan(""))
+            if not self.layout.payload(payload_name(key.encode(), entry.generation)).is_file()
+        ]
+        self.update(lambda rows: [rows.remove_corrupt(*item) for item in lost])
+
+    def _leave(self) -> None:
+        """The last user seals the index."""
+        try:
+            with self.layout.locked(exclusive=True):
+                if seal.is_last_user(self._users):
+                    seal.write(self.layout.index)
+        except OSError as error:
+            logger.debug("store %s: index not sealed: %s", self.layout.root, error)
+        finally:
+            os.close(self._users)
 
     def before_fork(self) -> None:
         self.writer.acquire()
@@ -204,6 +267,7 @@ class Folder:
 
     def after_fork_in_child(self) -> None:
         self._index.environment.close_after_fork()
+        os.close(self._users)  # the parent's lock stays
 
     def _settle_and(self, work: Callable[[Rows], T]) -> T:
         with self._pending_lock:
@@ -233,11 +297,13 @@ class Folder:
             return False
         return True
 
-    def _open_index(self) -> Index:
+    def _open_index(self, *, first: bool = False) -> Index:
         """Open the index, or start an empty one where it is lost or damaged."""
         with self.layout.locked(exclusive=True):
             try:
                 self.layout.index.mkdir(exist_ok=True)
+                if first:
+                    seal.check(self.layout.index, alone=seal.become_user(self._users))
                 return Index(self.layout.index)
             except DAMAGE as error:
                 logger.warning("store %s: index rebuilt: %s", self.layout.root, error)
@@ -271,7 +337,7 @@ class Folder:
         digest_and_generation = parse_name(name)
         generation = digest_and_generation[1] if digest_and_generation else 0
         try:
-            descriptor = os.open(self.layout.payload(name), os.O_RDONLY | os.O_NOFOLLOW)
+            descriptor = open_regular(self.layout.payload(name))
         except OSError:
             return _Found(name, b"", None)
         try:
@@ -342,6 +408,7 @@ class Folder:
     def _abort(self) -> None:
         self._pool.shutdown()
         self._index.close()
+        os.close(self._users)
 
 
 def _boot_id() -> str:

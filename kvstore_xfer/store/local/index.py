@@ -3,14 +3,15 @@
 ========== =========================== ==============================================
 database   key                         value
 ========== =========================== ==============================================
-``blocks`` block key                   `Entry`
-``recent`` stamp, block key            empty; first row = least recently used
+``blocks`` block key                   `Entry`, then xxh32 of key and entry
+``recent`` rank, block key             empty; first row = least recently used
 ``trash``  payload name                size; out of the index, file to be removed
 ``meta``   ``totals``, ``walked``      `Totals`; boot id of the last full walk
 ========== =========================== ==============================================
 
 A file is removed only after its row has moved to the trash, so a crash in between leaves neither
-an entry without a file nor a file that nobody counts.
+an entry without a file nor a file that nobody counts. LMDB's pages carry no checksum: rows carry
+one, and `seal` guards the file as a whole while nobody has it open.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import xxhash
 
 from kvstore_xfer.blocks.key import MAX_KEY_BYTES
 from kvstore_xfer.store.local.environment import INITIAL_MAP_BYTES, Environment
@@ -32,10 +35,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _ENTRY = struct.Struct("<QIQdQ")
+_SUM = struct.Struct("<I")
 _STAMP = struct.Struct(">Q")
 _SIZE = struct.Struct("<Q")
 _TOTALS = struct.Struct("<QQQ")
 _PAGE_ROWS = 1024
+# A derived block can be made again: it goes before a native one used up to ten minutes earlier.
+DERIVED_HANDICAP_NS = 600 * 10**9
+_DERIVED = b"/derived-"
 
 
 class Entry(NamedTuple):
@@ -74,6 +81,27 @@ def raw_key(key: str) -> bytes:
     return raw if len(raw) <= MAX_KEY_BYTES else b""
 
 
+def pack_entry(key: bytes, entry: Entry) -> bytes:
+    raw = _ENTRY.pack(*entry)
+    return raw + _SUM.pack(xxhash.xxh32_intdigest(key + raw))
+
+
+def unpack_entry(key: bytes, row: bytes | memoryview) -> Entry:
+    """Raises struct.error for a damaged row. Rows of version 0.1 carry no checksum."""
+    raw = bytes(row)
+    if len(raw) != _ENTRY.size:
+        raw, found = raw[: -_SUM.size], raw[-_SUM.size :]
+        if found != _SUM.pack(xxhash.xxh32_intdigest(key + raw)):
+            raise struct.error("index: the checksum of a row does not match")
+    return Entry(*_ENTRY.unpack(raw))
+
+
+def _recent(key: bytes, stamp: int) -> bytes:
+    """The row of a block in the order of eviction."""
+    handicap = DERIVED_HANDICAP_NS if _DERIVED in key else 0
+    return _STAMP.pack(max(0, stamp - handicap)) + key
+
+
 class Rows:
     """The index inside one write transaction."""
 
@@ -84,13 +112,13 @@ class Rows:
 
     def get(self, key: bytes) -> Entry | None:
         raw = self._txn.get(key, db=self._db.blocks)
-        return None if raw is None else Entry(*_ENTRY.unpack(raw))
+        return None if raw is None else unpack_entry(key, raw)
 
     def put(self, key: bytes, entry: Entry) -> str | None:
         """Add an entry; the name of the payload it replaces goes to the trash."""
         replaced = self.remove(key)
-        self._txn.put(key, _ENTRY.pack(*entry), db=self._db.blocks)
-        self._txn.put(_STAMP.pack(entry.stamp) + key, b"", db=self._db.recent)
+        self._txn.put(key, pack_entry(key, entry), db=self._db.blocks)
+        self._txn.put(_recent(key, entry.stamp), b"", db=self._db.recent)
         self._count(used=entry.size)
         return replaced
 
@@ -101,7 +129,7 @@ class Rows:
             return None
         name = payload_name(key, entry.generation)
         self._txn.delete(key, db=self._db.blocks)
-        self._txn.delete(_STAMP.pack(entry.stamp) + key, db=self._db.recent)
+        self._txn.delete(_recent(key, entry.stamp), db=self._db.recent)
         self._txn.put(name.encode(), _SIZE.pack(entry.size), db=self._db.trash)
         return name
 
@@ -117,25 +145,41 @@ class Rows:
         entry = self.get(key)
         if entry is None or entry.stamp >= stamp:
             return
-        self._txn.delete(_STAMP.pack(entry.stamp) + key, db=self._db.recent)
-        self._txn.put(_STAMP.pack(stamp) + key, b"", db=self._db.recent)
-        self._txn.put(key, _ENTRY.pack(*entry._replace(stamp=stamp)), db=self._db.blocks)
+        self._txn.delete(_recent(key, entry.stamp), db=self._db.recent)
+        self._txn.put(_recent(key, stamp), b"", db=self._db.recent)
+        self._txn.put(key, pack_entry(key, entry._replace(stamp=stamp)), db=self._db.blocks)
 
-    def evict(self, needed: int) -> list[str]:
-        """Move the least recently used blocks to the trash until `needed` bytes are named."""
+    def evict(self, needed: int, now: int) -> list[str]:
+        """Move the least recently used blocks to the trash until `needed` bytes are named.
+
+        Blocks with a stamp later than `now` are pinned.
+        """
         freed = 0
-        keys = []
+        rows = []
         with self._txn.cursor(db=self._db.recent) as cursor:
-            for row in cursor.iternext(values=False):
-                key = bytes(row[_STAMP.size :])
+            for found in cursor.iternext(values=False):
+                row = bytes(found)
+                key = row[_STAMP.size :]
                 entry = self.get(key)
-                freed += entry.size if entry else 0
-                keys.append(key)
+                rows.append(row)
+                if entry is None or row != _recent(key, entry.stamp):
+                    continue  # left over from another order
+                if entry.stamp > now:
+                    rows.pop()
+                    continue
+                freed += entry.size
                 if freed >= needed:
                     break
-        names = [name for key in keys if (name := self.remove(key))]
+        names = [name for row in rows if (name := self._evict_row(row))]
         self._count(evicted=len(names))
         return names
+
+    def _evict_row(self, row: bytes) -> str | None:
+        key = row[_STAMP.size :]
+        entry = self.get(key)
+        self._txn.delete(row, db=self._db.recent)
+        current = entry is not None and row == _recent(key, entry.stamp)
+        return self.remove(key) if current else None
 
     def forget(self, name: str) -> None:
         """The file of a trash row is gone."""
@@ -179,7 +223,10 @@ class Index:
         with self.environment.reading() as txn:
             raw = [raw_key(key) for key in keys]
             rows = [txn.get(key, db=self._db.blocks) if key else None for key in raw]
-        return [None if row is None else Entry(*_ENTRY.unpack(row)) for row in rows]
+        return [
+            None if row is None else unpack_entry(key, row)
+            for key, row in zip(raw, rows, strict=True)
+        ]
 
     def scan(self, prefix: str) -> Iterator[tuple[str, Entry]]:
         """In key order, a page of rows at a time: a slow caller holds no snapshot open."""
@@ -189,7 +236,7 @@ class Index:
         while True:
             rows = self._page(start, raw_prefix)
             for key, row in rows:
-                yield key.decode(errors="replace"), Entry(*_ENTRY.unpack(row))
+                yield key.decode(errors="replace"), unpack_entry(key, row)
             if len(rows) < _PAGE_ROWS:
                 return
             start = rows[-1][0] + b"\0"
@@ -218,8 +265,9 @@ class Index:
         with self.environment.reading() as txn, txn.cursor(db=self._db.recent) as cursor:
             if not cursor.first():
                 return None
-            stamp: int = _STAMP.unpack(cursor.key()[: _STAMP.size])[0]
-            return stamp
+            key = bytes(cursor.key()[_STAMP.size :])
+            row = txn.get(key, db=self._db.blocks)
+            return None if row is None else unpack_entry(key, row).stamp
 
     def trash(self) -> list[str]:
         with self.environment.reading() as txn, txn.cursor(db=self._db.trash) as cursor:
@@ -230,6 +278,23 @@ class Index:
         with self.environment.reading() as txn:
             raw = txn.get(b"walked", db=self._db.meta)
         return None if raw is None else bytes(raw).decode(errors="replace")
+
+    def check(self) -> tuple[int, int]:
+        """Read every row; blocks, and those of them that have their place in the eviction order.
+
+        Raises what damage makes LMDB or a row's checksum raise.
+        """
+        blocks = placed = 0
+        with self.environment.reading() as txn:
+            for key, row in txn.cursor(db=self._db.blocks):
+                entry = unpack_entry(bytes(key), row)
+                blocks += 1
+                placed += txn.get(_recent(bytes(key), entry.stamp), db=self._db.recent) is not None
+            for database in (self._db.recent, self._db.trash, self._db.meta):
+                for _ in txn.cursor(db=database):
+                    pass
+            _totals(txn, self._db)
+        return blocks, placed
 
     def update(self, work: Callable[[Rows], T]) -> T:
         """Run `work` in one write transaction; it may run twice."""

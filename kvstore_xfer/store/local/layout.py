@@ -4,6 +4,7 @@
 path                   content
 ====================== =============================================================
 ``format``             one line with the format version
+``users``              empty; flock: shared by every process that has the index open
 ``lock``               empty; flock: shared while publishing, exclusive to change the index
 ``index/``             the LMDB environment
 ``blocks/ab/cd/NAME``  one block; NAME is ``<sha256 of the key>.<generation>``
@@ -22,11 +23,12 @@ import hashlib
 import os
 import re
 import secrets
+import stat
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from kvstore_xfer.errors import StoreError
+from kvstore_xfer.errors import BlockFormatError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,7 +36,9 @@ if TYPE_CHECKING:
 
 FORMAT = "kvstore_xfer local store, format 1"
 _NAME = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{16})")
-_OWN = frozenset({"format", "lock", "lost+found"})
+_OWN = frozenset({"format", "lock", "users", "lost+found"})
+_SAFELY = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_FAN_OUT = re.compile(r"[0-9a-f]{2}")
 _REMEDIES = {
     errno.EROFS: "mount it read-write or choose another folder",
     errno.EACCES: "make it writable for this user or choose another folder",
@@ -54,6 +58,23 @@ def parse_name(name: str) -> tuple[str, int] | None:
     """Digest of the key and generation, None for a name that is not ours."""
     match = _NAME.fullmatch(name)
     return None if match is None else (match[1], int(match[2], 16))
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor for reading. Raises BlockFormatError when it is a pipe, a folder or the like.
+
+    Without blocking: to open a pipe would wait for its writer.
+    """
+    try:
+        descriptor = os.open(path, _SAFELY)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise BlockFormatError(f"{path.name} is a symbolic link") from None
+        raise
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise BlockFormatError(f"{path.name} is not a regular file")
 
 
 def new_generation() -> int:
@@ -95,10 +116,16 @@ class Layout:
 
     def _check_format(self) -> None:
         try:
-            found = self._format.read_text(encoding="utf-8", errors="replace").strip()
+            descriptor = open_regular(self._format)
         except FileNotFoundError:
             self._write_format()
             return
+        except BlockFormatError:
+            raise StoreError(
+                f"store {self.root}: {self._format} is not a regular file; remove it"
+            ) from None
+        with open(descriptor, "rb") as file:
+            found = file.read(1000).decode(errors="replace").strip()
         if found != FORMAT:
             raise StoreError(
                 f"store {self.root}: unknown format {found[:60]!r}, this version reads {FORMAT!r}; "
@@ -133,6 +160,14 @@ class Layout:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
+    def users(self) -> int:
+        """A descriptor of the file whose lock says who has the index open."""
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+            return os.open(self.root / "users", flags, 0o644)
+        except OSError as error:
+            raise self.unusable(error) from None
+
     def payload(self, name: str) -> Path:
         return self.blocks / name[:2] / name[2:4] / name
 
@@ -166,7 +201,7 @@ class Layout:
         """Temporary files whose writer is dead, each with an open, locked descriptor."""
         for entry in list(os.scandir(self.temporary)):
             try:
-                descriptor = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                descriptor = os.open(entry.path, _SAFELY)
             except OSError:
                 continue
             try:
@@ -179,10 +214,9 @@ class Layout:
 
     def payloads(self) -> Iterator[tuple[float, list[str]]]:
         """All payload names, one inner folder at a time, with the share of the walk done."""
-        outer = sorted(entry.name for entry in os.scandir(self.blocks))
+        outer = _subfolders(self.blocks)
         for done, first in enumerate(outer):
-            inner = sorted(entry.name for entry in os.scandir(self.blocks / first))
-            for second in inner:
+            for second in _subfolders(self.blocks / first):
                 names = os.listdir(self.blocks / first / second)
                 ours = [name for name in names if parse_name(name)]
                 yield done / len(outer), [name for name in ours if name[:4] == first + second]
@@ -190,3 +224,12 @@ class Layout:
     def free_bytes(self) -> int:
         usage = os.statvfs(self.root)
         return usage.f_bavail * usage.f_frsize
+
+
+def _subfolders(folder: Path) -> list[str]:
+    """Names of ours in it; what else lies there is left alone."""
+    return sorted(
+        entry.name
+        for entry in os.scandir(folder)
+        if _FAN_OUT.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+    )

@@ -10,7 +10,7 @@ from kvstore_xfer.errors import BlockFormatError
 from kvstore_xfer.store.base import ReadResult, ReadStatus
 from kvstore_xfer.store.frame import byte_runs
 from kvstore_xfer.store.local.index import raw_key
-from kvstore_xfer.store.local.layout import payload_name
+from kvstore_xfer.store.local.layout import open_regular, payload_name
 from kvstore_xfer.store.local.payload import fill
 
 if TYPE_CHECKING:
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from kvstore_xfer.store.local.folder import Folder
     from kvstore_xfer.store.local.index import Entry
 
-_OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-
 
 def read_block(folder: Folder, request: ReadRequest, entry: Entry | None) -> ReadResult:
     """Read the block that the index entry names. Raises OSError and lmdb.Error."""
     while entry is not None:
         name = payload_name(raw_key(request.key), entry.generation)
         try:
-            descriptor = os.open(folder.layout.payload(name), _OPEN_FLAGS)
+            descriptor = open_regular(folder.layout.payload(name))
+        except BlockFormatError:
+            return _condemn(folder, request.key, entry)
         except FileNotFoundError:
             (now,) = folder.query(lambda index: index.entries([request.key]))
             if now is not None and now.generation == entry.generation:

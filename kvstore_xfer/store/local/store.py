@@ -131,6 +131,23 @@ class LocalStore(BlockStore):
             oldest_use=None if oldest is None else oldest / 1e9,
         )
 
+    def pin(self, keys: Sequence[str], seconds: float) -> None:
+        with suppress(*FAILURES):
+            self._folder.pin(list(keys), seconds)
+
+    def compact(self) -> tuple[int, int]:
+        try:
+            return self._folder.compact()
+        except FAILURES as error:
+            raise self._unreadable(error) from error
+
+    def repair(self) -> bool:
+        try:
+            self._folder.repair()
+        except FAILURES as error:
+            raise self._unreadable(error) from error
+        return True
+
     def close(self) -> None:
         with self._lock:
             shared, self._shared = self._shared, None

@@ -112,6 +112,18 @@ class TieredStore(BlockStore):
             unsure = [a is None or b for a, b in zip(answers, unsure, strict=True)]
         return [a and not b for a, b in zip(gone, unsure, strict=True)]
 
+    def pin(self, keys: Sequence[str], seconds: float) -> None:
+        for level in self._near:
+            level.pin(keys, seconds)
+
+    def compact(self) -> tuple[int, int]:
+        sizes = [part.compact() for part in self._near]
+        return sum(before for before, _ in sizes), sum(after for _, after in sizes)
+
+    def repair(self) -> bool:
+        repaired = [part.repair() for part in self._near]
+        return any(repaired)
+
     def scan(self, prefix: str = "") -> Iterator[BlockStat]:
         """Far levels that cannot be listed are left out, unless nothing is left."""
         rows = [level.scan(prefix) for level in self._near]

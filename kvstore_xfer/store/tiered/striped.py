@@ -54,6 +54,18 @@ class StripedStore(BlockStore):
     def delete(self, keys: Sequence[str]) -> list[bool]:
         return self._each(list(keys), str, lambda store, part: store.delete(part), default=False)
 
+    def pin(self, keys: Sequence[str], seconds: float) -> None:
+        for store in self._stores:
+            store.pin(keys, seconds)
+
+    def compact(self) -> tuple[int, int]:
+        sizes = [part.compact() for part in self._stores]
+        return sum(before for before, _ in sizes), sum(after for _, after in sizes)
+
+    def repair(self) -> bool:
+        repaired = [part.repair() for part in self._stores]
+        return any(repaired)
+
     def scan(self, prefix: str = "") -> Iterator[BlockStat]:
         rows = [store.scan(prefix) for store in self._stores]
         yield from heapq.merge(*rows, key=lambda row: row.key)
