@@ -23,6 +23,7 @@ from kvxfer_sglang.config import read_settings
 from kvxfer_sglang.facts import read_facts, sglang_version, weights_in_use
 from kvxfer_sglang.flow import Flow
 from kvxfer_sglang.refusals import Refusal
+from kvxfer_sglang.weights import weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,14 +37,10 @@ _live: weakref.WeakSet[KvxferStorage] = weakref.WeakSet()
 T = TypeVar("T")
 
 
-def weights_changed(*, from_files: bool, certain: bool) -> None:
-    """Tell every storage of this process that the engine computes with other weights.
-
-    `from_files`: they are those of the model path in use. `certain`: the update succeeded and
-    SGLang emptied its own tiers; else pages of both weights are about and nothing is stored.
-    """
+def weights_changed() -> None:
+    """Tell every storage of this process to look at `kvxfer_sglang.weights` again."""
     for storage in list(_live):
-        storage.weights_changed(from_files=from_files, certain=certain)
+        storage.attach_again()
 
 
 def _answering(fallback: Callable[..., T]) -> Callable[[Callable[..., T]], Callable[..., T]]:
@@ -96,25 +93,19 @@ class KvxferStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no type
         """A pool that appears after the attach means state beside the pages: the tier goes off."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if self._attachment is not None:
-            self._attach(private=False)
+            self._attach()
 
     @_answering(_nothing)
     def on_host_pools_registered(self) -> None:
         # docstring inherited
         _live.add(self)
         metrics.set_build_info("sglang", sglang_version() or "")
-        self._attach(private=False)
+        self._attach()
 
     @_answering(_nothing)
-    def weights_changed(self, *, from_files: bool, certain: bool) -> None:
-        """See the function of this name."""
-        if certain:
-            self._attach(private=not from_files)
-            return
-        with self._changing:
-            self._replace(None)
-            text = "the weights were updated and SGLang's own tiers not emptied"
-            self._announce([(Refusal.WEIGHTS_CHANGED, text)])
+    def attach_again(self) -> None:
+        """The engine's weights, or what is known of them, changed."""
+        self._attach()
 
     @_answering(_nothing)
     def clear(self) -> None:
@@ -136,21 +127,29 @@ class KvxferStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no type
         """What moved since the last call, as SGLang's StorageMetrics."""
         return self.flow.take()
 
-    def _attach(self, *, private: bool) -> None:
+    def _attach(self) -> None:
         with self._changing:
             self._replace(None)
-            name = UNLISTED
-            try:
-                settings = read_settings(self._config.extra_config)
-            except ConfigError as error:
-                refusals = [(Refusal.CONFIG, str(error))]
-            else:
-                pools = getattr(self, "registered_pools", {})
-                facts = read_facts(self._config, self.mem_pool_host, pools)
-                opened = attach(settings, facts, self.mem_pool_host, private=private)
-                refusals, name = opened.refusals, opened.name
-                self._replace(opened)
-            self._announce(refusals, name)
+            opened = self._open()
+            self._replace(opened if isinstance(opened, Attachment) else None)
+            refusals = opened.refusals if isinstance(opened, Attachment) else [opened]
+            self._announce(refusals, self.name)
+
+    def _open(self) -> Attachment | tuple[Refusal, str]:
+        """The attachment to the engine as it is now, or why there can be none."""
+        if not weights.watched:
+            text = "SGLang did not load this package's plug-in; name kvxfer in SGLANG_PLUGINS"
+            return Refusal.PLUGIN, f"weight updates would go unnoticed: {text}"
+        if weights.mixed:
+            text = "the weights were updated and SGLang's own tiers not emptied; flush the cache"
+            return Refusal.WEIGHTS_CHANGED, text
+        try:
+            settings = read_settings(self._config.extra_config)
+        except ConfigError as error:
+            return Refusal.CONFIG, str(error)
+        pools = getattr(self, "registered_pools", {})
+        facts = read_facts(self._config, self.mem_pool_host, pools)
+        return attach(settings, facts, self.mem_pool_host, private=not weights.in_files)
 
     def _replace(self, attachment: Attachment | None) -> None:
         before, self._attachment = self._attachment, attachment

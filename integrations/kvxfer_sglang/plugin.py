@@ -13,6 +13,8 @@ import os
 import sys
 from typing import Any
 
+from kvxfer_sglang.weights import weights
+
 CONFIG_VARIABLE = "KVXFER_CONFIG"
 PAGE_SIZE = 64
 EXTRA_CONFIG = {
@@ -27,6 +29,7 @@ EXTRA_CONFIG = {
 }
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _UPDATES = ("distributed", "tensor", "ipc")
+_FLUSH = "sglang.srt.managers.scheduler.Scheduler.flush_cache"
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +43,8 @@ def activate() -> None:
         target = f"{_UPDATER}.update_weights_from_{source}"
         HookRegistry.register(target, _after_update, HookType.AFTER)
     HookRegistry.register(f"{_UPDATER}.begin_weight_update", _before_session, HookType.BEFORE)
+    HookRegistry.register(_FLUSH, _after_flush, HookType.AFTER)
+    weights.watch()
     if os.environ.get(CONFIG_VARIABLE):
         target = "sglang.srt.server_args.ServerArgs.resolve_once"
         HookRegistry.register(target, _before_resolution, HookType.BEFORE)
@@ -87,20 +92,32 @@ def _before_resolution(server_args: Any, *_: Any, **__: Any) -> None:
 
 
 def _after_disk(result: Any, _: Any, request: Any) -> None:
-    from_files = request.load_format in (None, "auto")
-    _tell(from_files=from_files, certain=bool(result.success and request.flush_cache))
+    _after(result, request, from_files=request.load_format in (None, "auto"))
 
 
 def _after_update(result: Any, _: Any, request: Any) -> None:
-    _tell(from_files=False, certain=bool(result.success and request.flush_cache))
+    _after(result, request, from_files=False)
+
+
+def _after(result: Any, request: Any, *, from_files: bool) -> None:
+    weights.updated(
+        from_files=from_files, success=bool(result.success), emptied=bool(request.flush_cache)
+    )
+    _tell()
 
 
 def _before_session(*_: Any, **__: Any) -> None:
     """From here to the session's first flushed update, pages of either weights are about."""
-    _tell(from_files=False, certain=False)
+    weights.updating()
+    _tell()
 
 
-def _tell(*, from_files: bool, certain: bool) -> None:
+def _after_flush(result: Any, *_: Any, **__: Any) -> None:
+    if result and weights.emptied():
+        _tell()
+
+
+def _tell() -> None:
     hicache = sys.modules.get("kvxfer_sglang.hicache")
     if hicache is not None:  # else no storage of ours was ever attached here
-        hicache.weights_changed(from_files=from_files, certain=certain)
+        hicache.weights_changed()

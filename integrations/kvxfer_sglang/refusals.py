@@ -31,6 +31,7 @@ class Refusal(str, Enum):
     MULTIMODAL_ROPE = "multimodal_rope"
     ALTERED_MODEL = "altered_model"
     # found when the tier is opened
+    PLUGIN = "plugin"
     CONFIG = "config"
     STORE = "store"
     MODEL = "model"

@@ -68,6 +68,7 @@ class Planner:
 
     def plan(self, hashes: Sequence[str], *, whole_prompt: bool) -> list[BlockPlan]:
         plans: dict[str, BlockPlan] = {}
+        unplaced: dict[str, BlockPlan] = {}
         self._add_present(plans, list(hashes), NATIVE)
         self._add_present(plans, _rest(hashes, plans), UNPLACED)
         for pair in self._pairs:
@@ -76,7 +77,8 @@ class Planner:
                 self._add_present(plans, rest, pair.derived_kind, pair)
         # Refused siblings last: one that must not serve does not hide one that may.
         for pair in sorted(self._pairs, key=lambda pair: pair.refusal is not None):
-            self._add_convertible(plans, _rest(hashes, plans), pair)
+            self._add_convertible(plans, unplaced, _rest(hashes, plans), pair)
+        plans = {**unplaced, **plans}
         ordered = [
             plans.get(name) or BlockPlan(Outcome.MISSED, Reason.ABSENT, name) for name in hashes
         ]
@@ -87,7 +89,7 @@ class Planner:
     def convertible(self, hashes: list[str], pair: Pair) -> dict[str, BlockPlan]:
         """How blocks would be converted by one pair, whatever else is there of them."""
         plans: dict[str, BlockPlan] = {}
-        self._add_convertible(plans, hashes, pair)
+        self._add_convertible(plans, {}, hashes, pair)
         return {name: plan for name, plan in plans.items() if plan.served}
 
     def _add_present(
@@ -101,8 +103,17 @@ class Planner:
             key = str(BlockKey(self._identity.digest, self._shard, kind, name))
             plans[name] = BlockPlan(outcome, chain_hash=name, keys=(key,), sibling=made)
 
-    def _add_convertible(self, plans: dict[str, BlockPlan], hashes: list[str], pair: Pair) -> None:
-        """Blocks that the sibling has natively and in a certain position; never derived ones."""
+    def _add_convertible(
+        self,
+        plans: dict[str, BlockPlan],
+        unplaced: dict[str, BlockPlan],
+        hashes: list[str],
+        pair: Pair,
+    ) -> None:
+        """Blocks that the sibling has natively and in a certain position; never derived ones.
+
+        Those it has in no certain position go to `unplaced`, declined.
+        """
         if not hashes:
             return
         for layout in pair.source_layouts(self._store):
@@ -115,6 +126,13 @@ class Planner:
                     for shard in layout.read
                 )
                 plans[name] = _convertible(pair, name, keys, layout.read)
+            # A prompt is stored with positions or without, so its first block tells of the rest.
+            rest = _rest(hashes, plans)
+            if rest and self._all_present(rest[:1], pair.identity.digest, names, UNPLACED):
+                for name in self._all_present(rest, pair.identity.digest, names, UNPLACED):
+                    reason = Reason.POSITION_UNKNOWN
+                    plan = BlockPlan(Outcome.DECLINED, reason, name, sibling=pair)
+                    unplaced.setdefault(name, plan)
 
     def _all_present(
         self, hashes: Sequence[str], identity: str, shards: Sequence[str], kind: str

@@ -5,7 +5,9 @@
 
 One run: computed natively, from the model's own blocks, converted from the small model's, from the
 blocks that conversion left behind, and the model's own through SGLang's file backend. Engines run
-on the CPU, one thread each, so compare the columns with each other and with nothing else.
+on the CPU, one thread each, so compare the columns with each other and with nothing else. The last
+column is the median of the repeats' own ratios of native blocks to file backend, read in turns one
+right after the other.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from sglang_cpu.server import Launch, SglangServer
 FAMILY = REPOSITORY / "tests" / "data" / "family"
 PAGE = 64
 RESERVED = 8  # of the context, for the answer and what SGLang itself keeps back
+STORED_UNDER = {"large": "native", "file": None}  # the tenants whose blocks are the model's own
 COLUMNS = ("native", "native blocks", "converted", "derived", "file backend")
 
 
@@ -40,11 +43,15 @@ def main() -> None:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         bench = Bench(stack, work, options.mapper.resolve())
         print(f"seconds to the first token, median of {options.repeats} (least to most)")
-        print(f"{'tokens':>6}" + "".join(f"{name:>24}" for name in COLUMNS))
+        print(f"{'tokens':>6}" + "".join(f"{name:>22}" for name in COLUMNS) + "   ours/file")
         bench.measure(512, 1)  # the first requests of an engine are slow
         for length in options.lengths:
             rows = bench.measure(length, options.repeats)
-            print(f"{length:>6}" + "".join(f"{summary(row):>24}" for row in rows), flush=True)
+            ratio = statistics.median(
+                ours / file for ours, file in zip(rows[1], rows[4], strict=True)
+            )
+            line = f"{length:>6}" + "".join(f"{summary(row):>22}" for row in rows)
+            print(f"{line}{ratio:>12.2f}", flush=True)
 
 
 def summary(seconds: list[float]) -> str:
@@ -100,23 +107,29 @@ class Bench:
         prompt = [3 + (7 * i + 131 * self._serial) % 2000 for i in range(room)]
         pages = len(prompt) // PAGE
         native = self._time("large", prompt, 0, extra_key="native")
-        own = self._again("large", prompt, pages, extra_key="native")
-        self._engines["small"].ask_and_store(prompt)
-        converted = self._time("large", prompt, pages)
-        derived = self._again("large", prompt, pages)
         self._time("file", prompt, 0)
-        return [native, own, converted, derived, self._again("file", prompt, pages)]
+        self._engines["small"].ask_and_store(prompt)
+        self._settle()
+        again = {}
+        for name in ("large", "file") if self._serial % 2 else ("file", "large"):
+            again[name] = self._time(name, prompt, pages, extra_key=STORED_UNDER[name])
+        converted = self._time("large", prompt, pages)
+        self._settle()
+        derived = self._time("large", prompt, pages)
+        return [native, again["large"], converted, derived, again["file"]]
 
-    def _again(self, name: str, prompt: list[int], pages: int, **request: str) -> float:
-        """Once more from storage, when nothing is being written any more."""
+    def _settle(self) -> None:
+        """Nothing is being written any more, and nothing left in the engines' own tiers."""
         time.sleep(1)
-        self._engines[name].server.flush_cache()
-        return self._time(name, prompt, pages, **request)
+        for engine in self._engines.values():
+            engine.server.flush_cache()
 
-    def _time(self, name: str, prompt: list[int], pages: int, **request: str) -> float:
+    def _time(
+        self, name: str, prompt: list[int], pages: int, extra_key: str | None = None
+    ) -> float:
         server = self._engines[name].server
         started = time.perf_counter()
-        reply = server.generate(prompt, max_new_tokens=1, **request)
+        reply = server.generate(prompt, max_new_tokens=1, extra_key=extra_key)
         seconds = time.perf_counter() - started
         if reply.from_storage != pages * PAGE:
             raise RuntimeError(f"{name}: {reply.from_storage} tokens of {pages} pages from storage")

@@ -75,10 +75,22 @@ class TierEngine:
         """Ask; return when the pages the engine computed, or converted, are in the store."""
         before = self.written()
         asked = self.ask(prompt, **request)
-        cached = sum(asked.reply.cached.get(tier, 0) for tier in ("device", "host", "storage"))
-        pages = (len(prompt) - cached) // self._page_size + asked.of("converted")
-        eventually(lambda: self.written() - before >= pages, 30)
+        self._wait_until_stored(before, [asked.reply], asked.of("converted"))
         return asked
+
+    def store_all(self, prompts: Sequence[Sequence[int]], **request: Any) -> list[Reply]:
+        """Have all prompts computed at once; return when their pages are in the store."""
+        before, known = self.written(), self.lookups()
+        replies = self.server.generate_all(prompts, max_new_tokens=1, **request)
+        converted = (self.lookups() - known)["converted", "none"]
+        self._wait_until_stored(before, replies, converted)
+        return replies
+
+    def _wait_until_stored(self, before: int, replies: Sequence[Reply], converted: int) -> None:
+        pages = converted + sum(
+            (reply.prompt_tokens - reply.in_any_tier) // self._page_size for reply in replies
+        )
+        eventually(lambda: self.written() - before >= pages, 60)
 
     def fresh(self, prompt: Sequence[int], **request: Any) -> Asked:
         """Ask with nothing left in the engine's own tiers."""
@@ -112,6 +124,21 @@ class TierEngine:
             for sample in metric.samples
             if sample.name == name
         ]
+
+    def assert_serves_its_own_pages(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Store, flush, ask again: all whole pages from storage, the radix cache's own answers."""
+        self.store_all(prompts)
+        own = [self.server.generate(list(prompt), max_new_tokens=NEW_TOKENS) for prompt in prompts]
+        self.server.flush_cache()
+        before = self.lookups()
+        for prompt, expected in zip(prompts, own, strict=True):
+            whole = len(prompt) // self._page_size * self._page_size
+            assert expected.cached["device"] == whole
+            again = self.server.generate(list(prompt), max_new_tokens=NEW_TOKENS)
+            assert again.from_storage == whole
+            assert again.token_ids == expected.token_ids
+        pages = sum(len(prompt) // self._page_size for prompt in prompts)
+        assert self.lookups() - before == {("native", "none"): pages}
 
     def attach(self, manifest: Path, **further: Any) -> None:
         """Attach storage under another manifest, with the engine's own tiers empty."""

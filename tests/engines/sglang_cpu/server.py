@@ -128,6 +128,10 @@ class Reply:
     def from_storage(self) -> int:
         return int(self.cached.get("storage", 0))
 
+    @property
+    def in_any_tier(self) -> int:
+        return sum(int(self.cached.get(tier, 0)) for tier in ("device", "host", "storage"))
+
 
 class SglangServer:
     """A running server. Methods raise ServerError; leaving the context stops every process."""
@@ -179,18 +183,23 @@ class SglangServer:
         **request: Any,
     ) -> Reply:
         """One greedy answer to text or token ids; `request` holds further fields of /generate."""
-        sampling = {"max_new_tokens": max_new_tokens, "temperature": 0, "ignore_eos": True}
-        body = {"text" if isinstance(prompt, str) else "input_ids": prompt}
-        body |= {"sampling_params": sampling, **request}
-        answer = json.loads(self.call("POST", "/generate", body, timeout))
-        meta = answer["meta_info"]
-        return Reply(
-            text=answer["text"],
-            token_ids=answer["output_ids"],
-            prompt_tokens=meta["prompt_tokens"],
-            cached=meta.get("cached_tokens_details") or {},
-            meta=meta,
-        )
+        field = "text" if isinstance(prompt, str) else "input_ids"
+        body = {field: prompt, **_greedy(max_new_tokens), **request}
+        return _reply(json.loads(self.call("POST", "/generate", body, timeout)))
+
+    def generate_all(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int = 8,
+        timeout: float = 120,
+        **request: Any,
+    ) -> list[Reply]:
+        """Greedy answers to prompts that the engine has all at once, in their order."""
+        body = {"input_ids": list(prompts), **_greedy(max_new_tokens), **request}
+        return [
+            _reply(answer) for answer in json.loads(self.call("POST", "/generate", body, timeout))
+        ]
 
     def flush_cache(self) -> None:
         """Empty the device and host tiers; storage stays. Waits for running requests."""
@@ -243,6 +252,22 @@ class SglangServer:
     def _complaint(self, problem: str) -> str:
         last = "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
         return f"SGLang server for {self.launch.model.name}: {problem}; end of {self.log}:\n{last}"
+
+
+def _greedy(max_new_tokens: int) -> dict[str, Any]:
+    sampling = {"max_new_tokens": max_new_tokens, "temperature": 0, "ignore_eos": True}
+    return {"sampling_params": sampling}
+
+
+def _reply(answer: Mapping[str, Any]) -> Reply:
+    meta = answer["meta_info"]
+    return Reply(
+        text=answer["text"],
+        token_ids=answer["output_ids"],
+        prompt_tokens=meta["prompt_tokens"],
+        cached=meta.get("cached_tokens_details") or {},
+        meta=meta,
+    )
 
 
 def eventually(

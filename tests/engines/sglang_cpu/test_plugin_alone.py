@@ -6,13 +6,14 @@ from kvxfer_sglang.plugin import PAGE_SIZE
 
 
 def test_the_variable_alone_turns_the_tier_on(launch, manifest, texts, tmp_path):
-    (prompt,) = texts(1, tokens=5 * PAGE_SIZE + 3)
-    variables = {"KVXFER_CONFIG": str(manifest(tmp_path))}
-    settings = {"dtype": "float32", "environment": variables, "arguments": ["--enable-metrics"]}
+    """In SGLang's default layout, ``page_first``, and with its default wait for pages."""
+    settings = {
+        "dtype": "float32",
+        "environment": {"KVXFER_CONFIG": str(manifest(tmp_path))},
+        "arguments": ["--enable-metrics"],
+        "max_total_tokens": 16384,
+    }
     with launch("small", hierarchical=False, **settings) as server:
         engine = TierEngine(server, PAGE_SIZE)
-        own = engine.ask_and_store(prompt).reply
-        again = engine.fresh(prompt)
-        assert again.reply.from_storage == 5 * PAGE_SIZE
-        assert again.reply.token_ids == own.token_ids
-        assert again.blocks == {("native", "none"): 5}
+        engine.assert_serves_its_own_pages(texts(20, tokens=5 * PAGE_SIZE + 8))
+        assert engine.errors() == 0

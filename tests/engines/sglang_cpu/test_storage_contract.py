@@ -1,8 +1,13 @@
-"""What the adapter relies on of SGLang itself, seen through a backend that records every call."""
+"""What the adapter relies on of SGLang itself, seen through a backend that records every call.
+
+The engines here are also those that the tier itself is tried on in further layouts of the host
+pool: `test_tier` has ``page_first_direct``, `test_plugin_alone` SGLang's default ``page_first``.
+"""
 
 import json
 
 import pytest
+from sglang_cpu.engine import TierEngine
 from sglang_cpu.server import eventually
 
 PAGE = 16
@@ -26,6 +31,7 @@ class Recorder:
             "prefetch_threshold": PAGE,
             "record": str(self.file),
         }
+        settings["arguments"] = ["--enable-metrics"]
         self.server = start_server("small", storage=self.extra_config, page_size=PAGE, **settings)
 
     def calls(self, *names):
@@ -44,9 +50,9 @@ class Recorder:
         return reply
 
 
-@pytest.fixture(scope="module", params=["page_first", "page_head"])
+@pytest.fixture(scope="module", params=["layer_first", "page_head"])
 def recorder(request, start_server, tmp_path_factory):
-    """One server at a time, in two layouts that only a GPU's copy kernels know otherwise."""
+    """One server at a time."""
     recorder = Recorder(start_server, tmp_path_factory.mktemp("calls"), layout=request.param)
     yield recorder
     recorder.server.stop()
@@ -120,3 +126,11 @@ def test_new_weights_keep_the_storage_and_are_told_by_their_version(recorder):
     server.attach_storage(recorder.extra_config)
     versions = [call["facts"]["weight_version"] for call in recorder.calls("facts")]
     assert versions[-2:] == ["default", "second"]
+
+
+def test_the_tier_answers_alike_in_this_layout(recorder, manifest, texts, tmp_path):
+    engine = TierEngine(recorder.server)
+    engine.attach(manifest(tmp_path))
+    engine.assert_serves_its_own_pages(texts(20))
+    assert engine.errors() == 0
+    recorder.server.detach_storage()

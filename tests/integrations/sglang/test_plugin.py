@@ -5,6 +5,7 @@ import pytest
 
 from kvxfer_sglang import plugin
 from kvxfer_sglang.plugin import PAGE_SIZE, turn_on
+from kvxfer_sglang.weights import Weights
 
 
 def arguments(**given):
@@ -55,23 +56,47 @@ def test_another_storage_is_left_alone_and_said(given, caplog):
     assert "KVXFER_CONFIG" in caplog.text
 
 
-def test_an_update_is_told_only_where_storage_is_attached(monkeypatch):
+SUCCEEDED, FAILED = SimpleNamespace(success=True), SimpleNamespace(success=False)
+FLUSHED = SimpleNamespace(load_format=None, flush_cache=True)
+
+
+@pytest.fixture
+def weights(monkeypatch):
+    fresh = Weights()
+    monkeypatch.setattr(plugin, "weights", fresh)
+    return fresh
+
+
+def test_an_update_is_told_only_where_storage_is_attached(monkeypatch, weights):
     told = []
-    request = SimpleNamespace(load_format=None, flush_cache=True)
-    succeeded = SimpleNamespace(success=True)
     monkeypatch.delitem(plugin.sys.modules, "kvxfer_sglang.hicache", raising=False)
-    plugin._after_disk(succeeded, None, request)
-    module = SimpleNamespace(weights_changed=lambda **said: told.append(said))
+    plugin._after_disk(SUCCEEDED, None, FLUSHED)
+    module = SimpleNamespace(weights_changed=lambda: told.append(weights.in_files))
     monkeypatch.setitem(plugin.sys.modules, "kvxfer_sglang.hicache", module)
-    plugin._after_disk(succeeded, None, request)
-    plugin._after_disk(succeeded, None, SimpleNamespace(load_format="npcache", flush_cache=True))
-    plugin._after_update(succeeded, None, SimpleNamespace(flush_cache=False))
-    plugin._after_update(SimpleNamespace(success=False), None, request)
+    plugin._after_update(SUCCEEDED, None, FLUSHED)
+    plugin._after_disk(SUCCEEDED, None, FLUSHED)
+    assert told == [False, True]
+
+
+def test_weights_of_no_file_are_remembered_for_a_storage_that_comes_later(weights):
+    assert weights.in_files
+    plugin._after_update(SUCCEEDED, None, FLUSHED)
+    assert (weights.in_files, weights.mixed) == (False, False)
+    plugin._after_disk(FAILED, None, FLUSHED)
+    assert (weights.in_files, weights.mixed) == (False, True)
+    plugin._after_disk(SUCCEEDED, None, FLUSHED)
+    assert (weights.in_files, weights.mixed) == (True, False)
+    plugin._after_disk(SUCCEEDED, None, SimpleNamespace(load_format="npcache", flush_cache=True))
+    assert not weights.in_files
+
+
+def test_pages_of_two_models_are_about_until_a_flush(monkeypatch, weights):
+    told = []
+    module = SimpleNamespace(weights_changed=lambda: told.append(weights.mixed))
+    monkeypatch.setitem(plugin.sys.modules, "kvxfer_sglang.hicache", module)
+    plugin._after_disk(SUCCEEDED, None, SimpleNamespace(load_format=None, flush_cache=False))
+    plugin._after_flush(False)
+    plugin._after_flush(True)
+    plugin._after_flush(True)  # an ordinary flush concerns nobody
     plugin._before_session(None)
-    assert [(said["from_files"], said["certain"]) for said in told] == [
-        (True, True),
-        (False, True),
-        (False, False),
-        (False, False),
-        (False, False),
-    ]
+    assert told == [True, False, True]

@@ -28,6 +28,7 @@ from kvstore_xfer.store.local.store import LocalStore
 from kvxfer_sglang import attach, config, hicache
 from kvxfer_sglang.facts import EngineFacts, heads_of_rank
 from kvxfer_sglang.pool_view import PoolView
+from kvxfer_sglang.weights import Weights
 
 PAGE, PAGES, HEADS, DIM = 4, 7, 4, 8
 LAYERS = {"source": 3, "target": 5}
@@ -99,6 +100,9 @@ def family(request, tmp_path, monkeypatch):
     monkeypatch.setattr(hicache, "read_facts", lambda config, pool, names: config.facts)
     family = SimpleNamespace(folder=tmp_path, mapper=mapper, weights=None)
     monkeypatch.setattr(hicache, "weights_in_use", lambda: family.weights)
+    watched = Weights()
+    watched.watch()
+    monkeypatch.setattr(hicache, "weights", watched)
     return family
 
 
@@ -287,6 +291,32 @@ def test_weights_that_nobody_told_of_turn_the_tier_off(family, prompt):
     assert rank.storage.batch_exists(KEYS) == 0  # off until it is attached again
     rank.storage.on_host_pools_registered()
     assert rank.storage.batch_exists(KEYS) == PAGES
+    rank.storage.close()
+
+
+def test_a_storage_attached_after_an_update_knows_of_it(family, prompt):
+    """From tensors the model path stays: only the plug-in can tell the weights are others."""
+    start(family, prompt, 1, 1)[0].storage.close()
+    hicache.weights.updated(from_files=False, success=True, emptied=True)
+    rank = Rank(family, "target", 0, 1)
+    assert rank.storage.batch_exists(KEYS) == 0
+    hicache.weights.updated(from_files=True, success=True, emptied=True)
+    hicache.weights_changed()
+    assert rank.storage.batch_exists(KEYS) == PAGES
+    rank.storage.close()
+
+
+@pytest.mark.parametrize("weights", [Weights(), "mixed"])
+def test_nothing_is_stored_while_the_weights_are_uncertain(family, prompt, weights, monkeypatch):
+    (rank,) = start(family, prompt, 1, 1)
+    if weights == "mixed":
+        hicache.weights.updating()
+    else:
+        monkeypatch.setattr(hicache, "weights", weights)  # nobody would tell of an update
+    hicache.weights_changed()
+    assert rank.storage.batch_exists(KEYS) == 0
+    rank.storage.batch_set_v1(["new"], rank.slots()[:PAGE])
+    assert rank.storage.batch_exists(["new"]) == 0
     rank.storage.close()
 
 

@@ -2,14 +2,17 @@
 
 SGLang's CPU engine lacks two things: the host pool pins its memory through CUDA, and the copies
 between device and host pool are GPU kernels. `activate` takes pinning away and does the copies
-with torch, for every host layout and either io backend. Everything else is SGLang's own: radix
+with torch, for every host layout and either io backend. It also lowers what SGLang leaves free of
+the host's memory, 10 GiB, to what a small machine has. Everything else is SGLang's own: radix
 cache, host pool, storage threads, the calls into the storage backend.
 """
 
+import sys
 from importlib.metadata import version
 
 WRITTEN_FOR = "0.5.23"
 POOL = "sglang.srt.mem_cache.pool_host"
+RESERVED_BYTES = 1 << 30
 
 
 def activate():
@@ -19,12 +22,13 @@ def activate():
     if version("sglang") != WRITTEN_FOR:
         raise RuntimeError(f"this plug-in replaces internals of SGLang {WRITTEN_FOR} only")
     replaced = f"{POOL}.mha.MHATokenToKVPoolHost"
-    HookRegistry.register(f"{POOL}.base.HostKVCache.__init__", without_pinning, HookType.BEFORE)
+    HookRegistry.register(f"{POOL}.base.HostKVCache.__init__", on_small_hosts, HookType.BEFORE)
     HookRegistry.register(f"{replaced}.load_to_device_per_layer", load_layer, HookType.REPLACE)
     HookRegistry.register(f"{replaced}.backup_from_device_all_layer", back_up, HookType.REPLACE)
 
 
-def without_pinning(*args, **kwargs):
+def on_small_hosts(*args, **kwargs):
+    sys.modules[f"{POOL}.base"].HICACHE_HOST_MEMORY_RESERVE_BYTES = RESERVED_BYTES
     return args, {**kwargs, "pin_memory": False}
 
 
