@@ -7,10 +7,11 @@ with its line.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
+from kvstore_xfer.gate.record import Thresholds
 from kvstore_xfer.tier.policy import Direction, Policy
 from kvstore_xfer.yaml_file import Strict, load_yaml
 
@@ -40,6 +41,34 @@ class PolicyEntry(Strict):
     min_retention: float | None = Field(default=None, gt=0, le=1)
 
 
+class GateEntry(Strict):
+    """Thresholds that a mapper must reach; see `kvstore_xfer.gate.record.Thresholds`.
+
+    A field that is left out has its default, in a pair: the family's value.
+    """
+
+    min_passages: int | None = Field(default=None, ge=2)
+    min_documents: int | None = Field(default=None, ge=2)
+    min_fit_sequences: int | None = Field(default=None, ge=1)
+    min_rows_per_input: float | None = Field(default=None, gt=0)
+    max_identity_difference: float | None = Field(default=None, ge=0)
+    min_cosine: float | None = Field(default=None, ge=-1, le=1)
+    min_layer_cosine: float | None = Field(default=None, ge=-1, le=1)
+    max_kl_share: float | None = Field(default=None, gt=0, le=1)
+    min_top1: float | None = Field(default=None, ge=0, le=1)
+    max_perplexity_ratio: float | None = Field(default=None, ge=1)
+    max_behind_both: float | None = Field(default=None, ge=0)
+    max_growth: float | None = Field(default=None, gt=0)
+    min_task_items: int | None = Field(default=None, ge=2)
+    min_task_retention: float | None = Field(default=None, ge=0, le=1)
+    lengths: list[Literal["calibration", "short", "double", "fourfold"]] | None = Field(
+        default=None, description="Lengths that must have been measured (default: all)."
+    )
+    max_tokens: int | None = Field(
+        default=None, ge=2, description="Longest context both models can use."
+    )
+
+
 class PairEntry(Strict):
     """One ordered pair: blocks of `source` may be converted for `target`."""
 
@@ -52,6 +81,7 @@ class PairEntry(Strict):
         description="Stated direction; refused when the models' sizes say otherwise.",
     )
     policy: PolicyEntry = PolicyEntry()
+    gate: GateEntry | None = None
 
 
 class MetricsEntry(Strict):
@@ -85,6 +115,7 @@ class Family(Strict):
     models: dict[str, ModelEntry] = Field(min_length=1)
     pairs: list[PairEntry] = Field(default=[])
     metrics: MetricsEntry | None = None
+    gate: GateEntry | None = None
 
     @model_validator(mode="after")
     def _names_exist_once(self) -> Family:
@@ -105,6 +136,19 @@ class Family(Strict):
 def policy_of(entry: PolicyEntry) -> Policy:
     """The tier's policy from its manifest entry."""
     return Policy(**entry.model_dump())
+
+
+def gate_of(family: Family, pair: PairEntry) -> GateEntry | None:
+    """The family's thresholds with the pair's own laid over them; None when neither gives any."""
+    given = [entry for entry in (family.gate, pair.gate) if entry is not None]
+    merged = [entry.model_dump(exclude_none=True) for entry in given]
+    return GateEntry(**{k: v for fields in merged for k, v in fields.items()}) if given else None
+
+
+def thresholds_of(entry: GateEntry | None) -> Thresholds:
+    """The gate's thresholds from their manifest entry."""
+    fields = {} if entry is None else entry.model_dump(exclude_none=True)
+    return Thresholds(**{k: v for k, v in fields.items() if k not in ("lengths", "max_tokens")})
 
 
 def load_family(path: str | Path) -> Family:

@@ -32,6 +32,7 @@ class Reason(str, Enum):
     DISABLED = "disabled"
     GATE_MISSING = "gate_missing"
     GATE_REJECTED = "gate_rejected"
+    GATE_OUTDATED = "gate_outdated"  # accepted by an earlier check, which asked for less
     GATE_DTYPE = "gate_dtype"
     FINGERPRINT = "fingerprint"
     MIN_TOKENS = "min_tokens"

@@ -1,12 +1,21 @@
 """The family manifest: every mistake is one line with file, line and field."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from kvstore_xfer.errors import ConfigError
-from kvstore_xfer.family import json_schema, load_family, policy_of
+from kvstore_xfer.family import (
+    GateEntry,
+    gate_of,
+    json_schema,
+    load_family,
+    policy_of,
+    thresholds_of,
+)
+from kvstore_xfer.gate.record import Thresholds
 from kvstore_xfer.tier.policy import Direction, Policy
 
 GOOD = """\
@@ -50,6 +59,27 @@ def test_a_good_manifest_is_read(load):
 def test_what_is_left_out_has_the_policys_defaults(load):
     family = load(GOOD[: GOOD.index("    policy")])
     assert policy_of(family.pairs[0].policy) == Policy()
+
+
+def test_the_gate_of_a_pair_is_laid_over_that_of_the_family(load):
+    family = load(GOOD + "gate: {min_top1: 0.8, max_growth: 2, lengths: [short]}\n")
+    (pair,) = family.pairs
+    entry = gate_of(family, pair)
+    assert entry.lengths == ["short"]
+    assert thresholds_of(entry) == Thresholds(min_top1=0.8, max_growth=2)
+    own = GateEntry(min_top1=0.9, max_tokens=512)
+    entry = gate_of(family, pair.model_copy(update={"gate": own}))
+    assert (entry.max_tokens, thresholds_of(entry)) == (512, Thresholds(min_top1=0.9, max_growth=2))
+    assert gate_of(load(GOOD), pair) is None
+    assert thresholds_of(None) == Thresholds()
+
+
+def test_the_manifest_knows_every_threshold():
+    assert set(GateEntry.model_fields) == {
+        *(field.name for field in fields(Thresholds)),
+        "lengths",
+        "max_tokens",
+    }
 
 
 def changed(old, new):

@@ -65,6 +65,38 @@ class LoadedModel:
         """Logits ``[T, vocab]`` of `tokens` after the tokens of `page` (a `gate.arms.Runner`)."""
         return self.read(tokens, DynamicCache() if page is None else cache_of_page(page))
 
+    def attention_after(self, page: KvPage | None, tokens: Sequence[int]) -> torch.Tensor:
+        """Outputs of all attention modules, ``[L, T, hidden]`` (a `gate.arms.Runner`).
+
+        Raises ModelError when the model's attention modules cannot be told from their names.
+        """
+        outputs: dict[int, torch.Tensor] = {}
+
+        def note(module: Any, _: Any, output: Any) -> None:
+            outputs[module.layer_idx] = (output[0] if isinstance(output, tuple) else output)[0]
+
+        hooks = [module.register_forward_hook(note) for module in self._attention_modules()]
+        try:
+            self.read_after(page, tokens)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return torch.stack([outputs[layer] for layer in sorted(outputs)])
+
+    def _attention_modules(self) -> list[Any]:
+        """In transformers an attention module knows its layer, and is called so."""
+        found = [
+            module
+            for module in self.model.modules()
+            if hasattr(module, "layer_idx") and type(module).__name__.endswith("Attention")
+        ]
+        if len(found) != self.description.layers:
+            raise ModelError(
+                f"{self.description.name}: {len(found)} attention modules found, "
+                f"{self.description.layers} expected; this architecture cannot be checked"
+            )
+        return found
+
 
 def _cache_argument(model: Any) -> str:
     """`past_key_values` was renamed during transformers 5; the old name then warns."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -19,21 +20,21 @@ from kvstore_xfer.cli.common import (
     torch_dtype,
 )
 from kvstore_xfer.errors import ConfigError
-from kvstore_xfer.fit.text import cut_sequences
+from kvstore_xfer.family import GateEntry, gate_of, load_family, thresholds_of
 from kvstore_xfer.gate.check import check
+from kvstore_xfer.gate.lengths import CALIBRATION, LENGTHS, cut_lengths
+from kvstore_xfer.gate.tasks import read_tasks
 from kvstore_xfer.gate.watch import make_watch, save_watch
 from kvstore_xfer.mapper.artifact import load, record_gate
-from kvstore_xfer.mapper.convert import TorchConverter
+from kvstore_xfer.mapper.convert_select import make_converter
 from kvxfer_transformers.model import load_model
 from kvxfer_transformers.queries import capture_queries
 
 if TYPE_CHECKING:
-    import argparse
-
     from kvstore_xfer.gate.record import GateRecord
 
 EXIT_REJECTED = 3
-_ARMS = {
+ARM_NAMES = {
     "native": "target, own cache",
     "identity": "target, own cache through a store",
     "mapped": "mapped from the source",
@@ -64,6 +65,21 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         type=positive_int,
         help="tokens read after it (default: a quarter of the fitted length)",
     )
+    parser.add_argument(
+        "--lengths",
+        type=length_names,
+        metavar="NAME,...",
+        help=f"lengths to measure (default: {','.join(LENGTHS)})",
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=positive_int,
+        help="longest context both models can use (default: what their configs state)",
+    )
+    parser.add_argument("--tasks", type=Path, metavar="FILE", help=".jsonl of questions to answer")
+    parser.add_argument(
+        "--family", type=Path, metavar="FILE", help="family manifest with thresholds for this pair"
+    )
     parser.add_argument("--json", action="store_true", help="print the record as JSON")
     add_model_options(parser)
     parser.set_defaults(run=run)
@@ -71,6 +87,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(options: argparse.Namespace) -> int:
     artifact = load(options.mapper)
+    gate = GateEntry() if options.family is None else _gate_entry(options.family, options.mapper)
     fitted = int(artifact.fit["calibration"]["tokens_per_sequence"])
     prefix = options.prefix_tokens or max(1, fitted * 3 // 4)
     tail = options.tail_tokens or max(2, fitted // 4)
@@ -85,21 +102,39 @@ def run(options: argparse.Namespace) -> int:
     source = load_model(
         options.source or artifact.mapper.source.name, dtype=target.dtype, device=device
     )
-    passages = cut_sequences(
-        options.text, target.tokenize, tokens=prefix + tail, count=options.passages
+    stated = [m.description.max_positions for m in (source, target)]
+    lengths = cut_lengths(
+        options.text,
+        target.tokenize,
+        prefix=prefix,
+        tail=tail,
+        count=options.passages,
+        longest=options.max_tokens or gate.max_tokens or min(filter(None, stated), default=0),
+        wanted=(CALIBRATION, *(options.lengths or gate.lengths or LENGTHS)),
     )
     with progress("checking") as update:
-        record = check(artifact, source, target, passages, prefix, progress=update)
-    record_gate(options.mapper, record.dtype, record.to_json())
+        record = check(
+            artifact,
+            source,
+            target,
+            lengths[0].passages,
+            prefix,
+            lengths=lengths[1:],
+            tasks=read_tasks(options.tasks, target.tokenize) if options.tasks else (),
+            thresholds=thresholds_of(gate),
+            progress=update,
+        )
+    if record.concerns_mapper:
+        record_gate(options.mapper, record.dtype, record.to_json())
     if record.accepted:
         with progress("relating it to retention") as update:
             watch = make_watch(
                 artifact.mapper.digest,
                 source,
                 target,
-                TorchConverter(artifact.mapper, target.dtype),
+                make_converter(artifact.mapper, target.dtype, "cpu"),
                 partial(capture_queries, target),
-                passages,
+                lengths[0].passages,
                 prefix,
                 update,
             )
@@ -111,22 +146,47 @@ def run(options: argparse.Namespace) -> int:
     return 0 if record.accepted else EXIT_REJECTED
 
 
+def length_names(text: str) -> list[str]:
+    """An argparse type: names of lengths, with commas between."""
+    names = text.split(",")
+    unknown = [name for name in names if name not in LENGTHS]
+    if unknown:
+        raise argparse.ArgumentTypeError(
+            f"{unknown[0]!r} is no length; known: {', '.join(LENGTHS)}"
+        )
+    return names
+
+
+def _gate_entry(manifest: Path, mapper: Path) -> GateEntry:
+    """The thresholds that a family manifest gives the pair with this mapper folder."""
+    family = load_family(manifest)
+    for pair in family.pairs:
+        if (manifest.resolve().parent / pair.mapper).resolve() == mapper.resolve():
+            return gate_of(family, pair) or GateEntry()
+    raise ConfigError(f"--family {manifest}: no pair has the mapper {mapper}; correct one of them")
+
+
 def print_record(record: GateRecord, console: Console) -> None:
-    """Verdict first, then the arms with their 95 % intervals."""
+    """Verdict first, then the arms with their 95 % intervals, length by length."""
     reason = f": {record.reason}" if record.reason else ""
     console.print(f"{record.verdict.upper()}{reason}", highlight=False)
+    if not record.passages:
+        return
     console.print(
         f"{record.passages} passages of {record.documents} documents, {record.prefix_tokens} "
         f"tokens from the cache, {record.tail_tokens} read after them, {record.dtype}",
         highlight=False,
     )
+    if record.attention:
+        worst = record.attention["by_layer"][record.attention["worst_layer"]]
+        console.print(
+            f"attention output, cosine: {_interval(record.attention['mean'])}, worst layer "
+            f"{record.attention['worst_layer']} {_interval(worst)}",
+            highlight=False,
+        )
     if not record.arms:
         return
-    table = Table("arm", "loss", "KL", "top-1 agreement", title="mean [95 % interval]")
-    for arm, name in _ARMS.items():
-        cells = record.arms[arm]
-        table.add_row(name, *(_interval(cells[column]) for column in ("loss", "kl", "top1")))
-    console.print(table)
+    console.print(_arms_table(record.to_json(), "mean [95 % interval]"))
     gap = "target no better than source" if record.gap_recovered is None else ""
     console.print(
         f"retention {_interval(record.retention)}, gap recovered "
@@ -134,6 +194,36 @@ def print_record(record: GateRecord, console: Console) -> None:
         f"{record.identity_max_abs_diff:g}",
         highlight=False,
     )
+    for name, figures in record.lengths.items():
+        if "skipped" in figures:
+            console.print(f"{name}: not measured: {figures['skipped']}", highlight=False)
+        else:
+            console.print(_arms_table(figures, f"{name}: {figures['prefix_tokens']} tokens"))
+    if record.tasks:
+        _print_tasks(record.tasks, console)
+
+
+def _arms_table(figures: dict[str, Any], title: str) -> Table:
+    table = Table("arm", "loss", "KL", "top-1 agreement", title=title)
+    for arm, name in ARM_NAMES.items():
+        if arm in figures["arms"]:
+            cells = figures["arms"][arm]
+            table.add_row(name, *(_interval(cells[column]) for column in ("loss", "kl", "top1")))
+    return table
+
+
+def _print_tasks(figures: dict[str, Any], console: Console) -> None:
+    table = Table("arm", "right answers", title=f"{figures['items']} questions")
+    for arm, cell in figures["arms"].items():
+        table.add_row(ARM_NAMES[arm], _interval(cell))
+    console.print(table)
+    ratios = {
+        "retention": figures["retention"],
+        "floor-normalised": figures["floor_normalised"],
+        "gap recovered": figures["gap_recovered"],
+    }
+    told = (f"{name} {_interval(c) if c else 'not defined'}" for name, c in ratios.items())
+    console.print(", ".join(told), highlight=False)
 
 
 def _interval(cell: dict[str, float]) -> str:

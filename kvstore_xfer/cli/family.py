@@ -11,7 +11,15 @@ from rich.console import Console
 from rich.table import Table
 
 from kvstore_xfer.errors import ConfigError, KvxferError
-from kvstore_xfer.family import Family, PairEntry, json_schema, load_family
+from kvstore_xfer.family import (
+    Family,
+    PairEntry,
+    gate_of,
+    json_schema,
+    load_family,
+    thresholds_of,
+)
+from kvstore_xfer.gate.decide import record_failure
 from kvstore_xfer.gate.record import GateRecord, refusal
 from kvstore_xfer.mapper.artifact import load
 from kvstore_xfer.models.description import ModelDescription, describe
@@ -51,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     }
     table = Table("source", "target", "direction", "mapper", "state")
     for number, entry in enumerate(family.pairs):
-        table.add_row(entry.source, entry.target, *_pair(options.manifest, number, entry, models))
+        table.add_row(entry.source, entry.target, *_pair(options.manifest, family, number, models))
     console = Console()
     console.print(f"{options.manifest}: {family.family}, {_count(family)}", highlight=False)
     if family.pairs:
@@ -79,9 +87,10 @@ def _describe(
 
 
 def _pair(
-    manifest: Path, number: int, entry: PairEntry, models: dict[str, ModelDescription]
+    manifest: Path, family: Family, number: int, models: dict[str, ModelDescription]
 ) -> tuple[str, str, str]:
     """Direction, mapper and state of one pair. Raises ConfigError naming the field."""
+    entry = family.pairs[number]
     where = f"{manifest}: pairs.{number}"
     try:
         artifact = load(manifest.resolve().parent / entry.mapper)
@@ -96,14 +105,19 @@ def _pair(
     direction = direction_of(artifact.mapper.source, artifact.mapper.target)
     if entry.direction not in (None, direction):
         raise ConfigError(f"{where}.direction: the models' sizes say {direction.value}; correct it")
-    return direction.value, artifact.mapper.digest[:12], _state(entry, artifact)
+    return direction.value, artifact.mapper.digest[:12], _state(family, entry, artifact)
 
 
-def _state(entry: PairEntry, artifact: Artifact) -> str:
+def _state(family: Family, entry: PairEntry, artifact: Artifact) -> str:
     if not entry.policy.enabled:
         return "off: disabled"
     states = []
+    gate = gate_of(family, entry)
     for dtype, stored in artifact.gate.items():
-        reason = refusal(GateRecord.from_json(stored), artifact.mapper, artifact.mapper.target)
-        states.append(f"{dtype}: {'serves' if reason is None else reason.value}")
+        record = GateRecord.from_json(stored)
+        reason = refusal(record, artifact.mapper, artifact.mapper.target)
+        state = "serves" if reason is None else reason.value
+        if reason is None and gate is not None:
+            state = record_failure(record, thresholds_of(gate), gate.lengths or ()) or state
+        states.append(f"{dtype}: {state}")
     return ", ".join(states) or "off: not checked yet (kvxfer check)"

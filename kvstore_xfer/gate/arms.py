@@ -24,7 +24,7 @@ import torch
 
 from kvstore_xfer.blocks.header import BlockHeader
 from kvstore_xfer.blocks.key import NATIVE, BlockKey
-from kvstore_xfer.blocks.page import KvPage
+from kvstore_xfer.blocks.page import KvPage, KvShape
 from kvstore_xfer.errors import StoreError
 from kvstore_xfer.gate.score import PassageScore, score_passage
 from kvstore_xfer.store.base import ReadRequest, ReadStatus, WriteRequest, WriteStatus
@@ -56,13 +56,17 @@ class Runner(Protocol):
         """Logits ``[T, vocab]`` of `tokens` read after the tokens whose cache `page` holds."""
         ...
 
+    def attention_after(self, page: KvPage | None, tokens: Sequence[int]) -> torch.Tensor:
+        """What every layer's attention adds for `tokens` after `page`, ``[L, T, hidden]``."""
+        ...
+
 
 @dataclass
 class ArmScores:
     """Scores per arm, one per passage, in the order of `documents`; times in seconds in all."""
 
+    scores: dict[str, list[PassageScore]]
     documents: list[str] = field(default_factory=list)
-    scores: dict[str, list[PassageScore]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
     identity_max_abs_diff: float = 0.0
     prefix_tokens: int = 0
     prefill_seconds: float = 0.0
@@ -75,16 +79,17 @@ def run_arms(
     converter: Converter,
     passages: Sequence[TokenSequence],
     prefix: int,
+    arms: Sequence[str] = ARMS,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ArmScores:
-    """Score all arms on passages: `prefix` tokens from a cache, the rest read by the target.
+    """Score `arms` on passages: `prefix` tokens from a cache, the rest read by the target.
 
     The wrong document of a passage is the nearest later passage of another document.
     """
-    result = ArmScores(prefix_tokens=prefix * len(passages))
+    result = ArmScores({arm: [] for arm in arms}, prefix_tokens=prefix * len(passages))
     with tempfile.TemporaryDirectory() as folder, open_store(f"local://{folder}") as store:
         for number, passage in enumerate(passages):
-            other = _other_document(passages, number)
+            other = other_document(passages, number)
             _run_passage(source, target, converter, (passage, other), prefix, store, result)
             progress(number + 1, len(passages))
     return result
@@ -106,33 +111,41 @@ def _run_passage(
     result.prefill_seconds += time.perf_counter() - started
     source_cache = source.capture(head)
     started = time.perf_counter()
-    mapped = _converted(converter, source_cache, own)
+    mapped = converted(converter, source_cache, target.description)
     result.conversion_seconds += time.perf_counter() - started
-    wrong = _converted(converter, source.capture(other.tokens[:prefix]), own)
     native = target.read_after(own, tail)
-    identity = target.read_after(_through_store(own, store), tail)
-    logits = {
-        "native": native,
-        "identity": identity,
-        "mapped": target.read_after(mapped, tail),
-        "wrong": target.read_after(wrong, tail),
-        "none": target.read_after(None, tail),
-        "source": source.read_after(source_cache, tail),
+    read: dict[str, Callable[[], torch.Tensor]] = {
+        "native": lambda: native,
+        "identity": lambda: target.read_after(_through_store(own, store), tail),
+        "mapped": lambda: target.read_after(mapped, tail),
+        "wrong": lambda: target.read_after(
+            converted(converter, source.capture(other.tokens[:prefix]), target.description), tail
+        ),
+        "none": lambda: target.read_after(None, tail),
+        "source": lambda: source.read_after(source_cache, tail),
     }
     following = torch.tensor(tail[1:], device=native.device)
-    for arm in ARMS:
-        result.scores[arm].append(score_passage(logits[arm], native, following))
+    for arm in result.scores:
+        logits = read[arm]()
+        result.scores[arm].append(score_passage(logits, native, following))
+        if arm == "identity":
+            _note_difference(result, logits, native)
     result.documents.append(passage.document)
+
+
+def _note_difference(result: ArmScores, identity: torch.Tensor, native: torch.Tensor) -> None:
     difference = float((identity.float() - native.float()).abs().max())
     if not difference <= result.identity_max_abs_diff:  # so that nan is kept
         result.identity_max_abs_diff = difference if difference >= 0 else math.inf
 
 
-def _converted(converter: Converter, source: KvPage, like: KvPage) -> KvPage:
-    """Converted on the CPU, wherever the models run."""
-    page = KvPage.empty(like.shape)
+def converted(converter: Converter, source: KvPage, target: ModelDescription) -> KvPage:
+    """The whole cache of `target`, converted on the CPU, wherever the models run."""
+    tokens, device = source.keys.shape[1], source.keys.device
+    widths = (target.kv_heads, target.key_dim, target.value_dim)
+    page = KvPage.empty(KvShape(target.layers, tokens, *widths, source.keys.dtype))
     converter.convert([KvPage(source.keys.cpu(), source.values.cpu())], [0], [page])
-    return KvPage(page.keys.to(like.keys.device), page.values.to(like.values.device))
+    return KvPage(page.keys.to(device), page.values.to(device))
 
 
 def _through_store(page: KvPage, store: BlockStore) -> KvPage:
@@ -152,6 +165,7 @@ def _through_store(page: KvPage, store: BlockStore) -> KvPage:
     return KvPage(copy.keys.to(page.keys.device), copy.values.to(page.values.device))
 
 
-def _other_document(passages: Sequence[TokenSequence], number: int) -> TokenSequence:
+def other_document(passages: Sequence[TokenSequence], number: int) -> TokenSequence:
+    """The nearest later passage of another document."""
     later = [*passages[number + 1 :], *passages[:number]]
     return next(p for p in later if p.document != passages[number].document)

@@ -1,26 +1,56 @@
-"""The check of one mapper: definitional tests first, then the arms, then the thresholds."""
+"""The check of one mapper: stages in order, stopping at the first that fails, with its reason.
+
+=========== ===================================================================================
+stage       question
+=========== ===================================================================================
+models      are these the two models the mapper was fitted for?
+held_out    is there enough text that the fit has not seen?
+definition  tokenizer, geometry, RoPE, head map, size of the fit
+identity    does the target's own cache survive a store?
+structure   is every map in its place (`gate.structure`)?
+attention   does the target's attention give the same on the mapped cache, in every layer?
+lengths     the arms of `gate.arms`, at every length of `gate.lengths`
+tasks       questions about a context (`gate.tasks`), where a file is given
+=========== ===================================================================================
+"""
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from kvstore_xfer.errors import ModelError, TextError
 from kvstore_xfer.fit.text import sequences_digest
 from kvstore_xfer.gate.arms import ARMS, ArmScores, Runner, run_arms
+from kvstore_xfer.gate.attention import attention_cosines
+from kvstore_xfer.gate.decide import (
+    arms_failure,
+    attention_failure,
+    identity_failure,
+    tasks_failure,
+)
+from kvstore_xfer.gate.definition import wrong_definition, wrong_models
+from kvstore_xfer.gate.figures import (
+    arm_figures,
+    attention_figures,
+    first_broken_arm,
+    task_figures,
+)
+from kvstore_xfer.gate.lengths import CALIBRATION, Length, cannot_use
 from kvstore_xfer.gate.record import ACCEPTED, REJECTED, GateRecord, Thresholds, subject
-from kvstore_xfer.gate.score import Interval, bootstrap, gap_recovered, retention
-from kvstore_xfer.mapper.convert import TorchConverter
+from kvstore_xfer.gate.structure import compare_caches
+from kvstore_xfer.gate.tasks import run_tasks
+from kvstore_xfer.mapper.convert_select import make_converter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvstore_xfer.fit.text import TokenSequence
+    from kvstore_xfer.gate.tasks import TaskItem
     from kvstore_xfer.mapper.artifact import Artifact
-    from kvstore_xfer.mapper.maps import Mapper
+    from kvstore_xfer.mapper.convert import Converter
 
-CONTROLS = ("wrong", "none", "source")
+_IDENTITY_PASSAGES = 4
 
 
 def check(
@@ -30,137 +60,248 @@ def check(
     passages: Sequence[TokenSequence],
     prefix: int,
     *,
+    lengths: Sequence[Length] = (),
+    tasks: Sequence[TaskItem] = (),
     thresholds: Thresholds | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> GateRecord:
     """Measure a mapper on held-out passages and decide.
 
-    Passages of documents that the fit has seen are left out. Raises ModelError when the models are
-    not those of the mapper, TextError when too few passages are left or they are too long.
+    `passages` are of the calibration length, with `prefix` tokens from a cache; `lengths` are
+    others to measure, `tasks` questions to answer. Documents that the fit has seen are left out
+    everywhere. Raises ModelError when the two models run in different dtypes, TextError when the
+    text decides nothing: too little of it, or longer than the models can read.
     """
-    mapper, limits = artifact.mapper, thresholds or Thresholds()
-    _require_models(mapper, source, target)
-    unseen = _unseen(artifact, passages)
-    dtype = str(target.dtype).removeprefix("torch.")
-    about: dict[str, Any] = {**subject(mapper, dtype), "thresholds": asdict(limits)}
-    documents = len({passage.document for passage in unseen})
-    size: dict[str, Any] = {
-        "text_digest": sequences_digest(unseen),
-        "passages": len(unseen),
-        "documents": documents,
-        "prefix_tokens": prefix,
-        "tail_tokens": len(unseen[0].tokens) - prefix,
-    }
-    needed = max(2, limits.min_documents)  # the control takes its cache from another document
-    if len(unseen) < limits.min_passages or documents < needed:
-        # Not a verdict on the mapper: an earlier record must stay.
-        raise TextError(
-            f"--text: {len(unseen)} passages of {documents} documents that the fit has not seen, "
-            f"needed are {limits.min_passages} of {needed}; give more text"
-        )
-    longest = mapper.target.max_positions
-    if longest and len(unseen[0].tokens) > longest:
-        raise TextError(
-            f"--prefix-tokens: passages of {len(unseen[0].tokens)} tokens are longer than the "
-            f"target's {longest}; give fewer"
-        )
-    scores = run_arms(
-        source, target, TorchConverter(mapper, target.dtype), unseen, prefix, progress
-    )
-    broken = next((arm for arm in ARMS if not _finite(scores, arm)), None)
-    if broken is not None:
-        reason = f"logits: the {broken} arm gave values that are not numbers"
-        return GateRecord(REJECTED, reason, **about, **size)
-    figures = _figures(scores)
-    reason = _first_failure(figures, limits)
-    return GateRecord(REJECTED if reason else ACCEPTED, reason, **about, **size, **figures)
-
-
-def _require_models(mapper: Mapper, source: Runner, target: Runner) -> None:
-    for role, runner, fitted in (
-        ("source", source, mapper.source),
-        ("target", target, mapper.target),
-    ):
-        if runner.description.fingerprint() != fitted.fingerprint():
-            raise ModelError(
-                f"{runner.description.name}: not the {role} this mapper was fitted for "
-                f"({fitted.name}); give the right model with --{role} or fit again"
-            )
     if source.dtype != target.dtype:
         raise ModelError("source and target must be checked in one dtype; give --dtype")
+    limits = thresholds or Thresholds()
+    run = _Check(artifact, source, target, limits, progress)
+    wrong = wrong_models(artifact.mapper, source, target)
+    if wrong:
+        return run.record("models", wrong)
+    first = Length(CALIBRATION, prefix, passages)
+    unseen, leak = _unseen(artifact, [first, *lengths], limits)
+    items = _unseen_items(artifact, tasks, limits)
+    if leak:
+        return run.record("held_out", leak)
+    for length in unseen:
+        _require_room(artifact, length)
+    return run.stages(unseen, items)
 
 
-def _unseen(artifact: Artifact, passages: Sequence[TokenSequence]) -> list[TokenSequence]:
-    seen = set(artifact.fit.get("calibration", {}).get("documents", ()))
-    unseen = [passage for passage in passages if passage.document not in seen]
-    if not unseen:
-        raise TextError(
-            "--text: every document was used in the fit; give documents that the fit has not seen"
+class _Progress:
+    """One count over several loops, each of which counts from one."""
+
+    def __init__(self, tell: Callable[[int, int], None], total: int) -> None:
+        self._tell, self._total, self._before = tell, total, 0
+
+    def __call__(self, done: int, of: int) -> None:
+        self._tell(self._before + done, self._total)
+        if done == of:
+            self._before += of
+
+
+@dataclass
+class _Check:
+    """One run through the stages; `facts` become fields of the record."""
+
+    artifact: Artifact
+    source: Runner
+    target: Runner
+    limits: Thresholds
+    progress: Callable[[int, int], None]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def record(self, stage: str, reason: str) -> GateRecord:
+        dtype = str(self.target.dtype).removeprefix("torch.")
+        about: dict[str, Any] = {**subject(self.artifact.mapper, dtype)}
+        return GateRecord(
+            REJECTED if reason else ACCEPTED,
+            reason,
+            **about,
+            stage=stage if reason else "",
+            mapper_parameters=self.artifact.mapper.parameters,
+            thresholds=asdict(self.limits),
+            **self.facts,
         )
-    return unseen
 
+    def stages(self, lengths: Sequence[Length], items: Sequence[TaskItem]) -> GateRecord:
+        """What follows once models and text are the right ones; the first length is the
+        calibration's."""
+        first = lengths[0]
+        self.facts |= _size(first)
+        token = first.passages[0].tokens[1]
+        wrong = wrong_definition(self.artifact, self.source, self.target, self.limits, token)
+        if wrong:
+            return self.record("definition", wrong)
+        self.facts["lengths"] = {n.name: {"skipped": n.skipped} for n in lengths if n.skipped}
+        measured = [length for length in lengths if length.passages]
+        passages = sum(len(length.passages) for length in (first, *measured))
+        self.progress = _Progress(self.progress, _IDENTITY_PASSAGES + passages + len(items))
+        converter = make_converter(self.artifact.mapper, self.target.dtype, "cpu")
+        stages: tuple[tuple[str, Callable[[], str]], ...] = (
+            ("identity", lambda: self._identity(first, converter)),
+            ("structure", lambda: self._structure(first, converter)),
+            ("attention", lambda: self._attention(first, converter)),
+            ("lengths", lambda: self._lengths(measured, converter)),
+            ("tasks", lambda: self._tasks(items, converter)),
+        )
+        for stage, run in stages:
+            reason = run()
+            if reason:
+                return self.record(stage, reason)
+        return self.record("", "")
 
-def _finite(scores: ArmScores, arm: str) -> bool:
-    return all(
-        math.isfinite(score.kl) and math.isfinite(score.loss) for score in scores.scores[arm]
-    )
+    def _identity(self, length: Length, converter: Converter) -> str:
+        few = length.passages[:: max(1, len(length.passages) // _IDENTITY_PASSAGES)]
+        scores = self._run_arms(length, few[:_IDENTITY_PASSAGES], converter, ARMS[:2])
+        self.facts["identity_max_abs_diff"] = scores.identity_max_abs_diff
+        return _not_numbers(scores) or identity_failure(scores.identity_max_abs_diff, self.limits)
 
+    def _structure(self, length: Length, converter: Converter) -> str:
+        found = compare_caches(self.source, self.target, converter, length.passages)
+        self.facts["structure"] = {"r2": found.r2, "layer_r2": found.layer_r2}
+        return found.flaw
 
-def _figures(scores: ArmScores) -> dict[str, Any]:
-    """Everything a record says about the arms, from the scores of all passages."""
-    table = {
-        (arm, name): [getattr(score, name) for score in scores.scores[arm]]
-        for arm in ARMS
-        for name in ("loss", "kl", "top1")
-    }
+    def _attention(self, length: Length, converter: Converter) -> str:
+        cosines = attention_cosines(
+            self.source,
+            self.target,
+            converter,
+            length.passages,
+            length.prefix_tokens,
+            self.progress,
+        )
+        documents = [passage.document for passage in length.passages]
+        self.facts["attention"] = attention_figures(documents, cosines)
+        return attention_failure(self.facts["attention"], self.limits)
 
-    def interval(*columns: tuple[str, str], statistic: Callable[..., float]) -> Interval:
-        rows = list(zip(*(table[column] for column in columns), strict=True))
-        return bootstrap(scores.documents, rows, lambda means: float(statistic(*means)))
+    def _lengths(self, lengths: Sequence[Length], converter: Converter) -> str:
+        first: dict[str, Any] = {}
+        for length in lengths:
+            beyond = cannot_use(self.source, self.target, length) if first else ""
+            if beyond:
+                self.facts["lengths"][length.name] = {"skipped": beyond}
+                continue
+            arms = ARMS if not first else [arm for arm in ARMS if arm != "identity"]
+            scores = self._run_arms(length, length.passages, converter, arms)
+            reason = _not_numbers(scores)
+            if reason:
+                return reason
+            figures = {**_size(length), **arm_figures(scores)}
+            if not first:
+                first = figures
+                self._keep_calibration(scores, figures)
+                reason = identity_failure(scores.identity_max_abs_diff, self.limits)
+            else:
+                self.facts["lengths"][length.name] = figures
+            reason = reason or arms_failure(length.name, figures, first, self.limits)
+            if reason:
+                return reason
+            longest = max(self.facts["longest_prefix_tokens"], length.prefix_tokens)
+            self.facts["longest_prefix_tokens"] = longest
+        return ""
 
-    arms = {
-        arm: {
-            name: asdict(interval((arm, name), statistic=lambda mean: mean))
-            for name in ("loss", "kl", "top1")
+    def _keep_calibration(self, scores: ArmScores, figures: dict[str, Any]) -> None:
+        self.facts |= figures
+        self.facts |= {
+            "longest_prefix_tokens": 0,
+            "identity_max_abs_diff": scores.identity_max_abs_diff,
+            "prefill_tokens_per_second": scores.prefix_tokens / scores.prefill_seconds,
+            "conversion_tokens_per_second": scores.prefix_tokens / scores.conversion_seconds,
         }
-        for arm in ARMS
-    }
-    share = {
-        arm: asdict(
-            interval(("mapped", "kl"), (arm, "kl"), statistic=lambda m, c: m / max(c, 1e-12))
-        )
-        for arm in CONTROLS
-    }
-    losses = (("native", "loss"), ("mapped", "loss"))
-    gap = interval(
-        ("native", "loss"), ("source", "loss"), statistic=lambda native, source: source - native
-    )
+
+    def _tasks(self, items: Sequence[TaskItem], converter: Converter) -> str:
+        if not items:
+            return ""
+        scores = run_tasks(self.source, self.target, converter, items, self.progress)
+        self.facts["tasks"] = task_figures(scores)
+        return tasks_failure(self.facts["tasks"], self.limits)
+
+    def _run_arms(
+        self,
+        length: Length,
+        passages: Sequence[TokenSequence],
+        converter: Converter,
+        arms: Sequence[str],
+    ) -> ArmScores:
+        prefix = length.prefix_tokens
+        return run_arms(self.source, self.target, converter, passages, prefix, arms, self.progress)
+
+
+def _not_numbers(scores: ArmScores) -> str:
+    broken = first_broken_arm(scores)
+    return f"logits: the {broken} arm gave values that are not numbers" if broken else ""
+
+
+def _size(length: Length) -> dict[str, Any]:
     return {
-        "identity_max_abs_diff": scores.identity_max_abs_diff,
-        "arms": arms,
-        "kl_share": share,
-        "retention": asdict(interval(*losses, statistic=retention)),
-        "gap_recovered": asdict(interval(*losses, ("source", "loss"), statistic=gap_recovered))
-        if gap.low > 0
-        else None,
-        "prefill_tokens_per_second": scores.prefix_tokens / scores.prefill_seconds,
-        "conversion_tokens_per_second": scores.prefix_tokens / scores.conversion_seconds,
+        "text_digest": sequences_digest(length.passages),
+        "passages": len(length.passages),
+        "documents": len({passage.document for passage in length.passages}),
+        "prefix_tokens": length.prefix_tokens,
+        "tail_tokens": len(length.passages[0].tokens) - length.prefix_tokens,
     }
 
 
-def _first_failure(figures: dict[str, Any], limits: Thresholds) -> str:
-    """The first threshold that is missed, in words; empty when all are met."""
-    difference = figures["identity_max_abs_diff"]
-    if not difference <= limits.max_identity_difference:
-        return f"identity: the target's own cache changes its logits by {difference:.3g}"
-    for control in CONTROLS:
-        share = figures["kl_share"][control]["high"]
-        if not share <= limits.max_kl_share:
-            return (
-                f"kl_share.{control}: mapped KL may be {share:.0%} of the control's, "
-                f"allowed is {limits.max_kl_share:.0%}"
-            )
-    agreement = figures["arms"]["mapped"]["top1"]["low"]
-    if not agreement >= limits.min_top1:
-        return f"top1: agreement may be as low as {agreement:.3f}, needed is {limits.min_top1}"
-    return ""
+def _require_room(artifact: Artifact, length: Length) -> None:
+    models = (artifact.mapper.source, artifact.mapper.target)
+    longest = min((m.max_positions for m in models if m.max_positions), default=0)
+    tokens = len(length.passages[0].tokens) if length.passages else 0
+    if longest and tokens > longest:
+        raise TextError(
+            f"--prefix-tokens: passages of {tokens} tokens are longer than the models' {longest}; "
+            "give fewer"
+        )
+
+
+def _unseen(
+    artifact: Artifact, lengths: Sequence[Length], limits: Thresholds
+) -> tuple[list[Length], str]:
+    """The lengths without documents of the fit, or why the text is no held-out text."""
+    seen = set(artifact.fit.get("calibration", {}).get("documents", ()))
+    kept = []
+    for length in lengths:
+        left = [passage for passage in length.passages if passage.document not in seen]
+        if not length.skipped and not _enough(left, limits):
+            if _enough(length.passages, limits):
+                documents = {passage.document for passage in length.passages}
+                return [], (
+                    f"held_out: {len(documents & seen)} of the text's {len(documents)} documents "
+                    "were used in the fit; give documents that the fit has not seen"
+                )
+            raise _too_little(length.name, left, limits)
+        kept.append(replace(length, passages=left))
+    return kept, ""
+
+
+def _enough(passages: Sequence[TokenSequence], limits: Thresholds) -> bool:
+    documents = len({passage.document for passage in passages})
+    return len(passages) >= limits.min_passages and documents >= _documents_needed(limits)
+
+
+def _documents_needed(limits: Thresholds) -> int:
+    return max(2, limits.min_documents)  # the control takes its cache from another document
+
+
+def _too_little(name: str, passages: Sequence[TokenSequence], limits: Thresholds) -> TextError:
+    documents = len({passage.document for passage in passages})
+    longer = "" if name == CALIBRATION else f" (length {name!r}: longer documents, or --lengths)"
+    return TextError(
+        f"--text: {len(passages)} passages of {documents} documents that the fit has not seen, "
+        f"needed are {limits.min_passages} of {_documents_needed(limits)}; give more text{longer}"
+    )
+
+
+def _unseen_items(
+    artifact: Artifact, items: Sequence[TaskItem], limits: Thresholds
+) -> list[TaskItem]:
+    seen = set(artifact.fit.get("calibration", {}).get("documents", ()))
+    left = [item for item in items if item.document not in seen]
+    documents = len({item.document for item in left})
+    if items and (len(left) < limits.min_task_items or documents < _documents_needed(limits)):
+        raise TextError(
+            f"--tasks: {len(left)} questions about {documents} contexts that the fit has not seen, "
+            f"needed are {limits.min_task_items} about {_documents_needed(limits)}; give more"
+        )
+    return left

@@ -58,6 +58,12 @@ def score_passage(
     return PassageScore(float(loss), max(0.0, mean), float(agreement.mean()))
 
 
+def text_loss(logits: torch.Tensor, tokens: Sequence[int]) -> float:
+    """Nats a token of a text ``[T]`` under the logits ``[T, vocab]`` of reading it."""
+    following = torch.tensor(list(tokens[1:]), device=logits.device)
+    return float(torch.nn.functional.cross_entropy(logits[:-1].double(), following))
+
+
 def bootstrap(
     documents: Sequence[str],
     figures: Sequence[Sequence[float]],

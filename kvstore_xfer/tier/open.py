@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,10 +19,20 @@ from kvstore_xfer.blocks.identity import (
 )
 from kvstore_xfer.errors import ArtifactError, ConfigError, StoreError
 from kvstore_xfer.exporter import serve
-from kvstore_xfer.family import Family, PairEntry, load_family, policy_of
+from kvstore_xfer.family import (
+    Family,
+    GateEntry,
+    PairEntry,
+    gate_of,
+    load_family,
+    policy_of,
+    thresholds_of,
+)
+from kvstore_xfer.gate.decide import record_failure
 from kvstore_xfer.gate.watch import load_watch
 from kvstore_xfer.mapper.artifact import load
 from kvstore_xfer.mapper.convert_select import make_converter
+from kvstore_xfer.outcome import Reason
 from kvstore_xfer.store.base import ReadRequest, ReadStatus, WriteRequest, WriteStatus
 from kvstore_xfer.store.url import open_store
 from kvstore_xfer.tier.pair import Pair, layouts_of, make_pair
@@ -178,6 +188,7 @@ def _pairs(
             continue
         try:
             pair = _pair(entry, folder, engine, make_converter)
+            pair = _held_to(gate_of(family, entry), entry, pair)
         except ArtifactError as error:
             _log.error("pair %s -> %s is off: %s", entry.source, member, error)
             metrics.GATE_OPEN.labels(entry.source, member, "unknown").set(0)
@@ -190,6 +201,22 @@ def _pairs(
             metrics.set_bounds(metrics.GATE_RETENTION, pair.labels, pair.gate.retention)
         pairs.append(pair)
     return pairs
+
+
+def _held_to(gate: GateEntry | None, entry: PairEntry, pair: Pair) -> Pair:
+    """The pair, refused when its record does not reach the manifest's own thresholds."""
+    if gate is None or pair.refusal is not None or pair.gate is None:
+        return pair
+    failure = record_failure(pair.gate, thresholds_of(gate), gate.lengths or ())
+    if not failure:
+        return pair
+    _log.warning(
+        "pair %s -> %s: the manifest's gate: %s; run 'kvxfer check' with --family",
+        entry.source,
+        entry.target,
+        failure,
+    )
+    return replace(pair, refusal=Reason.GATE_REJECTED, converter=None)
 
 
 def _pair(

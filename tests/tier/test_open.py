@@ -64,6 +64,26 @@ def test_a_disabled_pair_is_kept_and_says_so(manifest, engine):
         tier.close()
 
 
+@pytest.mark.parametrize(
+    ("gate", "complaint"),
+    [
+        ("{max_kl_share: 0.001}", "kl_share.wrong: mapped KL may be"),
+        ("{min_passages: 500}", "passages: measured on 20, needed are 500"),
+        ("{min_cosine: 0.999}", "attention.mean: "),
+        ("{lengths: [double]}", "lengths.double: not measured"),
+        ("{min_top1: 0.5, lengths: [calibration]}", ""),
+    ],
+)
+def test_the_manifests_own_thresholds_are_held(manifest, engine, caplog, gate, complaint):
+    """Whatever thresholds the mapper was checked with."""
+    tier = open_tier(manifest(f", gate: {gate}"), "large", engine)
+    try:
+        assert tier.pairs[0].refusal is (Reason.GATE_REJECTED if complaint else None)
+        assert complaint in caplog.text
+    finally:
+        tier.close()
+
+
 def test_a_damaged_mapper_turns_its_pair_off_and_nothing_else(manifest, engine, tmp_path, caplog):
     (tmp_path / "mapper" / MANIFEST_FILE).write_text("{}")
     tier = open_tier(manifest(), "large", engine)

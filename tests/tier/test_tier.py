@@ -249,6 +249,10 @@ def refused(toy, change):
     return {
         "no record": ({}, Reason.GATE_MISSING),
         "rejected": ({"float32": {**record, "verdict": "rejected"}}, Reason.GATE_REJECTED),
+        "accepted by an earlier protocol": (
+            {"float32": {k: v for k, v in record.items() if k != "protocol"}},
+            Reason.GATE_OUTDATED,
+        ),
         "another dtype": ({"bfloat16": {**record, "dtype": "bfloat16"}}, Reason.GATE_DTYPE),
         "a record filed under another dtype": (
             {"float32": {**record, "dtype": "bfloat16"}},
@@ -271,6 +275,7 @@ def refused(toy, change):
     [
         "no record",
         "rejected",
+        "accepted by an earlier protocol",
         "another dtype",
         "a record filed under another dtype",
         "another mapper",
