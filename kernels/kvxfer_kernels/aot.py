@@ -1,10 +1,10 @@
-"""Compile the map kernel for every supported architecture without a device, and check the code.
+"""Compile the kernels for every supported architecture without a device, and check the code.
 
     python -m kvxfer_kernels.aot [architecture ...]
 
 Prints one row per architecture and case, then the predicted times, and exits 1 when a rule is
-broken: it must compile, spill no register, fit the shared memory, use the tensor cores (wgmma on
-90) and access device memory by 16 bytes.
+broken: it must compile, spill no register, fit the shared memory, access device memory by 16 bytes
+and, where it multiplies, use the tensor cores (wgmma on 90).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,9 @@ from triton.compiler import ASTSource
 from kvxfer_kernels import shapes, tuning
 from kvxfer_kernels.launch import TRITON_DTYPES
 from kvxfer_kernels.map_blocks.kernel import map_blocks_kernel
+from kvxfer_kernels.strip_keys import WARPS as STRIP_WARPS
+from kvxfer_kernels.strip_keys import block as strip_block
+from kvxfer_kernels.strip_keys.kernel import strip_keys_kernel
 
 if TYPE_CHECKING:
     from kvxfer_kernels.tuning import Tuning
@@ -58,22 +61,47 @@ CHIPS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A variant worth its own row: what the sources are and where keys are un-rotated."""
+    """A variant worth its own row.
+
+    `kind` is the tuning table, or None for `strip_keys`; `strip` says that `map_blocks` un-rotates
+    in registers; heads of source and target have `width` numbers.
+    """
 
     name: str
-    kind: str
-    source: str
-    strip: bool
+    kind: str | None
+    fp8: bool = False
+    strip: bool = False
     interleaved: bool = False
+    width: int = 128
+
+    @property
+    def maps(self) -> bool:
+        return self.kind is not None
+
+    def tuning(self, architecture: str) -> Tuning:
+        """The table as a call of this case uses it."""
+        table = tuning.load(architecture, self.kind or "local")
+        if self.maps:
+            return table.for_columns(self.width)
+        return replace(table, block=strip_block(self.width // 2), warps=STRIP_WARPS, stages=1)
 
 
 CASES = (
-    Case("bf16, un-rotated in memory", "local", "bf16", strip=False),
-    Case("bf16, un-rotated in registers", "local", "bf16", strip=True),
-    Case("bf16, interleaved, in memory", "local", "bf16", strip=False, interleaved=True),
-    Case("fp8, un-rotated in memory", "fp8", "fp8", strip=False),
-    Case("fp8, un-rotated in registers", "fp8", "fp8", strip=True),
-    Case("full-head", "full", "bf16", strip=False),
+    Case("bf16, un-rotated in memory", "local"),
+    Case("bf16, un-rotated in registers", "local", strip=True),
+    Case("bf16, interleaved, in memory", "local", interleaved=True),
+    Case("fp8, un-rotated in memory", "fp8", fp8=True),
+    Case("fp8, un-rotated in registers", "fp8", fp8=True, strip=True),
+    Case("full-head", "full"),
+    Case("width 32, in registers", "local", strip=True, width=32),
+    Case("width 64, in memory", "local", width=64),
+    Case("width 256, in memory", "local", width=256),
+    Case("strip_keys", None),
+    Case("strip_keys, interleaved", None, interleaved=True),
+    Case("strip_keys, fp8", None, fp8=True),
+    Case("strip_keys, width 32", None, width=32),
+    Case("strip_keys, width 64", None, width=64),
+    Case("strip_keys, width 256", None, width=256),
 )
 
 
@@ -89,12 +117,12 @@ class Report:
     narrow: int
     programs: int
 
-    def broken(self, chip: Chip) -> list[str]:
-        """The rules that this code breaks."""
+    def broken(self, chip: Chip, *, maps: bool = True) -> list[str]:
+        """The rules that this code breaks; without `maps` it multiplies nothing."""
         rules = {
             f"{self.spilled} spilled": self.spilled == 0,
             f"{self.shared} bytes of shared memory": self.shared <= chip.shared_block,
-            "no tensor-core instruction": self.tensor > 0,
+            "no tensor-core instruction": self.tensor > 0 or not maps,
             "no 16-byte access": self.wide > 0,
             f"{self.narrow} narrow tile accesses": self.narrow == 0,
         }
@@ -107,9 +135,9 @@ def main(names: list[str]) -> int:
     failed = False
     for name in names or list(CHIPS):
         for case in CASES:
-            table = tuning.load(name, case.kind)
+            table = case.tuning(name)
             report = compile_case(name, case, table)
-            broken = report.broken(CHIPS[name])
+            broken = report.broken(CHIPS[name], maps=case.maps)
             failed |= bool(broken)
             cells = (report.registers, report.spilled, report.shared, report.tensor, report.wide)
             verdict = "; ".join(broken) or "kept"
@@ -143,9 +171,11 @@ def _predictions(name: str) -> None:
 
 
 def compile_case(name: str, case: Case, table: Tuning) -> Report:
-    """Compile for heads of 128 numbers with aligned strides, the published shapes."""
+    """Compile for aligned strides."""
     chip = CHIPS[name]
-    source = ASTSource(map_blocks_kernel, *_signature(case, table))
+    kernel = map_blocks_kernel if case.maps else strip_keys_kernel
+    constants = _map_constants(case, table) if case.maps else _strip_constants(case)
+    source = ASTSource(kernel, *_signature(kernel, constants, case))
     target = GPUTarget(chip.backend, chip.code, chip.warp)
     options = {"num_warps": table.warps, "num_stages": table.stages}
     compiled = triton.compile(source, target=target, options=options)
@@ -154,12 +184,11 @@ def compile_case(name: str, case: Case, table: Tuning) -> Report:
 
 
 def _signature(
-    case: Case, table: Tuning
+    kernel: Any, constants: dict[str, Any], case: Case
 ) -> tuple[dict[str, str], dict[tuple[int, ...], Any], dict[tuple[int, ...], Any]]:
     """Types, constants and divisibility as a launch over aligned bf16 pages gives them."""
-    constants = _constants(case, table)
     pointers = {
-        "source": "*u8" if case.source == "fp8" else "*bf16",
+        "source": "*u8" if case.fp8 else "*bf16",
         "target": "*bf16",
         "weights": "*bf16",
         "source_rows": "*i64",
@@ -167,30 +196,25 @@ def _signature(
         "entries": "*i32",
         "first_entry": "*i32",
         "head_shift": "*i32",
+        **dict.fromkeys(("bias", "scales", "table", "strip_table", "apply_table"), "*fp32"),
     }
+    if not case.maps:
+        pointers["layers"] = "*i32"
     types: dict[str, str] = {}
     attributes: dict[tuple[int, ...], Any] = {}
-    for index, parameter in enumerate(map_blocks_kernel.params):
+    for index, parameter in enumerate(kernel.params):
         name = parameter.name
         plain = re.sub("^(key|value)_", "", name)
-        if name in constants:
-            types[name] = "constexpr"
-        elif plain in pointers:
-            types[name] = pointers[plain]
-        elif plain in ("bias", "scales", "strip_table", "apply_table"):
-            types[name] = "*fp32"
-        else:
-            types[name] = "i32"
+        types[name] = "constexpr" if name in constants else pointers.get(plain, "i32")
         strides = plain.endswith(("_layer", "_head")) and plain != "first_layer"
         if types[name].startswith("*") or strides:
             attributes[(index,)] = [["tt.divisibility", 16]]
-    order = [parameter.name for parameter in map_blocks_kernel.params]
+    order = [parameter.name for parameter in kernel.params]
     return types, {(order.index(k),): v for k, v in constants.items()}, attributes
 
 
-def _constants(case: Case, table: Tuning) -> dict[str, Any]:
-    width = 128
-    fp8 = case.source == "fp8"
+def _map_constants(case: Case, table: Tuning) -> dict[str, Any]:
+    width, fp8 = case.width, case.fp8
     shared = {"COMPUTE": TRITON_DTYPES[torch.bfloat16], "DOT": tl.bfloat16, "BLOCK": table.block}
     sizes = {
         f"{component}_{name}": value
@@ -208,13 +232,29 @@ def _constants(case: Case, table: Tuning) -> dict[str, Any]:
         **sizes,
         **unit,
         "KEY_FP8": fp8 and case.strip,  # un-rotating into memory decodes, too
-        "KEY_STEP": table.strip_step if case.strip else table.step,
-        "VALUE_STEP": table.step,
+        "KEY_STEP": min(table.strip_step if case.strip else table.step, width),
+        "KEY_PARTS": table.parts(width),
+        "VALUE_STEP": min(table.step, width),
         "STRIP": case.strip,
         "SOURCE_HALF": width // 2,
         "TARGET_INTERLEAVED": case.interleaved,
         "TARGET_HALF": width // 2,
         "SOURCE_VECTOR": 16 if fp8 else 8,
+        "TARGET_VECTOR": 8,
+    }
+
+
+def _strip_constants(case: Case) -> dict[str, Any]:
+    pairs = case.width // 2
+    return {
+        "source_dim": 1,
+        "INTERLEAVED": case.interleaved,
+        "HALF": pairs,
+        "PAIRS": pairs,
+        "WIDTH": pairs,
+        "BLOCK": strip_block(pairs),
+        "FP8": case.fp8,
+        "SOURCE_VECTOR": 16 if case.fp8 else 8,
         "TARGET_VECTOR": 8,
     }
 

@@ -165,6 +165,8 @@ def pack_maps(
         raise ValueError(
             f"keys: target width {keys[0].bias.shape[1]}, rotation for {target_rotation.head_dim}"
         )
+    columns = max(next_power_of_2(item.bias.shape[1]) for item in (keys[0], values[0]))
+    tuning = tuning.for_columns(columns)
     if strip_first is None:
         strip_first = _reuse(keys) > tuning.strip_reuse
     # A pair (2 i, 2 i + 1) would be loaded by 4 bytes to reach two operands in registers.
@@ -186,7 +188,7 @@ def pack_maps(
         target_rotation=target_rotation,
         strip_first=strip_first,
         compute=compute,
-        tuning=tuning.for_columns(max(part.columns for part in packed)),
+        tuning=tuning,
     )
 
 

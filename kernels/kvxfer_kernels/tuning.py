@@ -32,8 +32,24 @@ class Tuning:
     strip_reuse: float
 
     def for_columns(self, columns: int) -> Tuning:
-        """The tables are for heads of up to 128 numbers; wider tiles hold fewer tokens."""
-        return replace(self, block=self.block * 128 // columns) if columns > 128 else self
+        """The tables are for heads of up to 128 numbers; wider tiles hold fewer of everything.
+
+        Nor do they leave registers to un-rotate in: keys are always un-rotated in memory.
+        """
+        if columns <= 128:
+            return self
+        block = min(64, self.block * 128 // columns)
+        return replace(self, block=block, step=self.step * 128 // columns, strip_reuse=0.0)
+
+    def parts(self, columns: int) -> int:
+        """In how many parts a tile's columns are rotated and written.
+
+        As many as keep the angles in registers, but no narrower than 32 columns, nor than the 16
+        numbers (8 of either member of a pair) that a thread writes by 16 bytes.
+        """
+        if columns > 128:
+            return 2
+        return max(1, min(columns // 32, self.block * columns // (self.warps * 32 * 16)))
 
 
 # The interpreter runs any size; small tiles and three programs exercise every loop.

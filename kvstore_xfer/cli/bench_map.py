@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _PAGE = 256
 _REPEATS = 5
+_ENOUGH = 1.0  # seconds of repeats, unless there was only one
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -77,8 +78,11 @@ def _print(title: str, columns: tuple[str, ...], rows: Iterator[tuple[Any, ...]]
     table = Table(title=title)
     for column in columns:
         table.add_column(column, justify="left" if column in ("pair", "what") else "right")
+    progress = Console(stderr=True)
     for row in rows:
-        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row))
+        cells = [f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row]
+        progress.print("measured:", *cells)
+        table.add_row(*cells)
     Console().print(table)
 
 
@@ -122,8 +126,8 @@ class CpuWork:
         """Best seconds of the converter and of the plain products, measured alternately."""
         pair = self.pair
         converter = TorchConverter(self._mapper(), torch.bfloat16)
-        sources = self._pages(tokens, pair.source_layers, pair.source_heads, pair.source_width)
-        targets = self._pages(tokens, self.layers, pair.target_heads, pair.target_width)
+        sources = _pages(tokens, self._source_layers, pair.source_heads, pair.source_width)
+        targets = _pages(tokens, self.layers, pair.target_heads, pair.target_width)
         first = [index * _PAGE for index in range(len(sources))]
         left = _random(pair.target_heads, tokens, pair.chosen * pair.source_width)
         right = _random(pair.target_heads, left.shape[2], pair.target_width)
@@ -135,17 +139,24 @@ class CpuWork:
             for _ in range(2 * self.layers):
                 torch.bmm(left, right)
 
-        times = [(_seconds(convert), _seconds(products)) for _ in range(_REPEATS + 1)][1:]
-        return min(a for a, _ in times), min(b for _, b in times)
+        seconds, ceiling = _best(convert, products)
+        return seconds, ceiling
+
+    @property
+    def _source_layers(self) -> int:
+        """Those that are read; the others need no memory."""
+        return 1 + max(source for layer in self._chosen() for source in layer)
 
     def _chosen(self) -> list[tuple[int, ...]]:
-        """The k source layers around the same relative depth."""
+        """The k source layers around the same relative depth, counted from the first one read."""
         pair = self.pair
         first = (pair.target_layers - self.layers) // 2
-        return [
+        layers = [
             shapes.nearest_layers(layer, pair.target_layers, pair.source_layers, pair.chosen)
             for layer in range(first, first + self.layers)
         ]
+        lowest = min(source for layer in layers for source in layer)
+        return [tuple(source - lowest for source in layer) for layer in layers]
 
     def _mapper(self) -> Mapper:
         pair = self.pair
@@ -157,21 +168,31 @@ class CpuWork:
             )
             for chosen in self._chosen()
         )
-        source = _describe(pair.source_layers, pair.source_heads, pair.source_width)
+        source = _describe(self._source_layers, pair.source_heads, pair.source_width)
         target = _describe(self.layers, pair.target_heads, pair.target_width)
         heads = assign_heads(pair.source_heads, pair.target_heads)
         return Mapper(Method.HEAD_LOCAL, source, target, heads, maps, maps)
 
-    def _pages(self, tokens: int, layers: int, heads: int, width: int) -> list[KvPage]:
-        counts = [min(_PAGE, tokens - start) for start in range(0, tokens, _PAGE)]
-        return [
-            KvPage(_random(layers, count, heads, width), _random(layers, count, heads, width))
-            for count in counts
-        ]
+
+def _pages(tokens: int, layers: int, heads: int, width: int) -> list[KvPage]:
+    """Memory of its own for every page; drawing all numbers anew would take most of the time."""
+    drawn = _random(layers, min(_PAGE, tokens), heads, width)
+    counts = [min(_PAGE, tokens - start) for start in range(0, tokens, _PAGE)]
+    return [KvPage(drawn[:, :count].clone(), drawn[:, :count].clone()) for count in counts]
 
 
 def _random(*shape: int) -> torch.Tensor:
     return torch.randn(shape).bfloat16()
+
+
+def _best(*works: Callable[[], None]) -> tuple[float, ...]:
+    """Least seconds of each; alternating, so that what else the machine does meets them alike."""
+    for work in works:
+        work()
+    rounds: list[tuple[float, ...]] = []
+    while len(rounds) < 2 or (len(rounds) < _REPEATS and sum(map(sum, rounds)) < _ENOUGH):
+        rounds.append(tuple(_seconds(work) for work in works))
+    return tuple(map(min, zip(*rounds, strict=True)))
 
 
 def _seconds(work: Callable[[], None]) -> float:

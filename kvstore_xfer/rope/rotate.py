@@ -25,6 +25,18 @@ def rope_tables(spec: RopeSpec, positions: torch.Tensor) -> tuple[torch.Tensor, 
     return angles.cos(), angles.sin()
 
 
+def apply_tables(spec: RopeSpec, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rope_tables` with the attention factor, with which `Rotor.turn` applies the rotation."""
+    cos, sin = rope_tables(spec, positions)
+    return cos * spec.attention_factor, sin * spec.attention_factor
+
+
+def strip_tables(spec: RopeSpec, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tables with which `Rotor.turn` undoes the rotation."""
+    cos, sin = rope_tables(spec, positions)
+    return cos / spec.attention_factor, -sin / spec.attention_factor
+
+
 def apply_rope(
     content: torch.Tensor, spec: RopeSpec, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
@@ -47,18 +59,45 @@ def _rotate(
     vectors: torch.Tensor, spec: RopeSpec, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
     dtype = torch.float64 if vectors.dtype == torch.float64 else torch.float32
-    cos, sin = cos.to(dtype).unsqueeze(-2), sin.to(dtype).unsqueeze(-2)  # [T, 1, R/2]
-    source = vectors.to(dtype)
-    result = torch.empty_like(source)
-    first, second = _pairs(source, spec)
-    rotated_first, rotated_second = _pairs(result, spec)
-    torch.mul(first, cos, out=rotated_first)
-    rotated_first.addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=rotated_second)
-    rotated_second.addcmul_(first, sin)
-    if spec.rotary_dim < spec.head_dim:
-        result[..., spec.rotary_dim :] = source[..., spec.rotary_dim :]
-    return result
+    rotor = Rotor(vectors.to(dtype), spec)
+    rotor.turn(cos.to(dtype), sin.to(dtype))
+    return rotor.output
+
+
+class Rotor:
+    """Rotates what lies in one buffer into another, for many batches of one shape.
+
+    Parameters
+    ----------
+    vectors
+        ``[..., T, H, head_dim]``, float32 or float64: the attribute `input`. `output`, of the same
+        shape and dtype, is new.
+    spec
+        What is rotated, and how pairs lie.
+    """
+
+    def __init__(self, vectors: torch.Tensor, spec: RopeSpec) -> None:
+        self.input = vectors
+        self.output = torch.empty_like(vectors)
+        self._from = _pairs(self.input, spec)
+        self._to = _pairs(self.output, spec)
+        plain = slice(spec.rotary_dim, spec.head_dim)
+        self._rest = (
+            (self.output[..., plain], self.input[..., plain])
+            if spec.rotary_dim < spec.head_dim
+            else None
+        )
+
+    def turn(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Fill `output`; tables ``[T, rotary_dim / 2]`` of the input's dtype, with any factor."""
+        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # [T, 1, R/2]
+        (first, second), (turned_first, turned_second) = self._from, self._to
+        torch.mul(first, cos, out=turned_first)
+        turned_first.addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=turned_second)
+        turned_second.addcmul_(first, sin)
+        if self._rest is not None:
+            self._rest[0].copy_(self._rest[1])
 
 
 def _pairs(vectors: torch.Tensor, spec: RopeSpec) -> tuple[torch.Tensor, torch.Tensor]:

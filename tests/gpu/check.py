@@ -37,13 +37,16 @@ from kvxfer_kernels.testing import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 SIDES = (
     (Side(4, 8, 128, 128, 128), Side(3, 8, 128, 128, 128)),
     (Side(3, 2, 64, 64, 32, factor=1.2), Side(2, 4, 96, 80, 96, interleaved=True)),
     (Side(3, 2, 256, 32, 256, interleaved=True), Side(2, 2, 256, 256, 64, factor=1.1)),
 )
+
+
+TIER = "the tier end to end, small model stored, large model served"
 
 
 def main() -> int:
@@ -53,7 +56,7 @@ def main() -> int:
         f"{torch.cuda.get_device_name()} ({architecture(device)}), torch {torch.__version__}, "
         f"Triton {triton.__version__}"
     )
-    results = [*_kernel_checks(), *_fp8_checks(), *_staging_checks(), _tier_check()]
+    results = [*_kernel_checks(), *_fp8_checks(), *_staging_checks(), (TIER, _outcome(_tier_check))]
     pairs = [shapes.PAIRS["qwen3-14b-32b"]]
     rows = [*bench.rows(pairs, [64, 4096, 32768], device)]
     _say("\ncheck                                                            result")
@@ -72,6 +75,15 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
+def _outcome(check: Callable[..., str], *arguments: object) -> str:
+    """What a check says or raises: one that fails must not cost the table of the others."""
+    try:
+        return check(*arguments)
+    except Exception as error:  # noqa: BLE001 - compilers and drivers raise anything
+        lines = str(error).splitlines() or [""]
+        return f"{type(error).__name__}: {lines[0]}"
+
+
 def _kernel_checks() -> Iterator[tuple[str, str]]:
     layouts = (
         Layout((0, 1, 2, 3), 0, 64),
@@ -86,14 +98,14 @@ def _kernel_checks() -> Iterator[tuple[str, str]]:
                     layout = layouts[index]
                     name = f"shape {index}, {dtype}, {'full' if full else 'local'}, "
                     name += "memory" if pair.packed.strip_first else "registers"
-                    yield name, _check(pair, layout, dtype)
+                    yield name, _outcome(_check, pair, layout, dtype)
 
 
 def _fp8_checks() -> Iterator[tuple[str, str]]:
     for index, (source, target) in enumerate(SIDES):
         for strip_first in (False, True):
             pair = _pair(source, target, torch.bfloat16, full=False, strip_first=strip_first)
-            yield f"shape {index}, fp8, strip_first {strip_first}", _check_fp8(pair)
+            yield f"shape {index}, fp8, strip_first {strip_first}", _outcome(_check_fp8, pair)
 
 
 def _pair(source: Side, target: Side, dtype: torch.dtype, *, full: bool, strip_first: bool) -> Pair:
@@ -167,7 +179,10 @@ def _staging_checks() -> Iterator[tuple[str, str]]:
     source, target = SIDES[0]
     pair = _pair(source, target, torch.bfloat16, full=False, strip_first=True)
     for pinned in (False, True):
-        yield f"staging, {'pinned' if pinned else 'pageable'} memory", _check_staging(pair, pinned)
+        yield (
+            f"staging, {'pinned' if pinned else 'pageable'} memory",
+            _outcome(_check_staging, pair, pinned),
+        )
 
 
 def _check_staging(pair: Pair, pinned: bool) -> str:
@@ -189,21 +204,20 @@ def _check_staging(pair: Pair, pinned: bool) -> str:
     return _verdict(results, pair.expected(joined[0], joined[1], positions), 1e-2)
 
 
-def _tier_check() -> tuple[str, str]:
-    name = "the tier end to end, small model stored, large model served"
+def _tier_check() -> str:
     try:
         from tier import StoredPrefix, fit_mapper
 
         from kvstore_xfer.mapper.convert import TorchConverter
         from kvstore_xfer.mapper.convert_triton import TritonConverter
     except ImportError as error:
-        return name, f"skipped: {error}"
+        return f"skipped: {error}"
     with tempfile.TemporaryDirectory() as folder:
         mapper = fit_mapper(Path(folder) / "fitted", "cuda")
         stored = StoredPrefix(Path(folder), mapper, "cuda")
         expected = stored.served(TorchConverter)
         page = stored.served(lambda maps, dtype: TritonConverter(maps, dtype, "cuda"))
-    return name, _verdict(
+    return _verdict(
         [page.keys.cpu(), page.values.cpu()],
         (expected.keys.cpu(), expected.values.cpu()),
         2 * 2**-8,

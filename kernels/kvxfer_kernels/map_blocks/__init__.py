@@ -161,6 +161,7 @@ def constants(maps: PackedMaps) -> dict[str, Any]:
         "KEY_TARGET_WIDTH": maps.keys.target_width,
         "KEY_STEP": maps.keys.step,
         "KEY_COLUMNS": maps.keys.columns,
+        "KEY_PARTS": maps.tuning.parts(maps.keys.columns),
         "VALUE_SOURCE_WIDTH": maps.values.source_width,
         "VALUE_TARGET_WIDTH": maps.values.target_width,
         "VALUE_STEP": maps.values.step,

@@ -21,7 +21,12 @@ if TYPE_CHECKING:
     from kvxfer_kernels.paged import Paged
     from kvxfer_kernels.rotation import Rotation
 
-BLOCK = 32  # 4 warps hold 32 x 128 numbers and their angles in 64 registers a thread
+WARPS = 4
+
+
+def block(pairs: int) -> int:
+    """Tokens per program: 32 x 128 numbers and their angles are 64 registers a thread."""
+    return max(32, 2048 // pairs)  # narrower heads need more tokens for accesses of 16 bytes
 
 
 def strip_keys(
@@ -53,7 +58,8 @@ def strip_keys(
     scales = check_scales("keys", base, scales)
     _check(keys, out, rotation, table, layers)
     heads = base.shape[2]
-    strip_keys_kernel[(triton.cdiv(keys.tokens, BLOCK), layers.numel() * heads)](
+    width = next_power_of_2(rotation.pairs)
+    strip_keys_kernel[(triton.cdiv(keys.tokens, block(width)), layers.numel() * heads)](
         as_codes(base),
         keys.rows,
         out.base,
@@ -71,11 +77,13 @@ def strip_keys(
         INTERLEAVED=rotation.interleaved,
         HALF=rotation.rotated_pairs,
         PAIRS=rotation.pairs,
-        WIDTH=next_power_of_2(rotation.pairs),
-        BLOCK=BLOCK,
+        WIDTH=width,
+        BLOCK=block(width),
         FP8=base.dtype is FP8,
         SOURCE_VECTOR=keys.vector,
         TARGET_VECTOR=out.vector,
+        num_warps=WARPS,
+        num_stages=1,
     )
 
 
