@@ -74,7 +74,7 @@ class Launch:
             "mem-fraction-static": 0.3,
         }
         words = [str(self.python), "-m", "sglang.launch_server", "--skip-server-warmup"]
-        words += ["--disable-overlap-schedule", "--disable-cuda-graph"]
+        words += ["--disable-overlap-schedule", "--disable-cuda-graph", "--sleep-on-idle"]
         if self.hierarchical:
             words.append("--enable-hierarchical-cache")
             options |= self._hierarchical_options()

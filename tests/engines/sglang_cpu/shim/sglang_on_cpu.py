@@ -3,7 +3,9 @@
 SGLang's CPU engine lacks two things: the host pool pins its memory through CUDA, and the copies
 between device and host pool are GPU kernels. `activate` takes pinning away and does the copies
 with torch, for every host layout and either io backend. It also lowers what SGLang leaves free of
-the host's memory, 10 GiB, to what a small machine has. Everything else is SGLang's own: radix
+the host's memory, 10 GiB, to what a small machine has, and lets an idle engine (`--sleep-on-idle`)
+rest for milliseconds instead of a second: two idle engines would spin on both cores of a small
+machine, and a second is long for what the hierarchical cache does when idle. Everything else is SGLang's own: radix
 cache, host pool, storage threads, the calls into the storage backend.
 """
 
@@ -13,6 +15,8 @@ from importlib.metadata import version
 WRITTEN_FOR = "0.5.23"
 POOL = "sglang.srt.mem_cache.pool_host"
 RESERVED_BYTES = 1 << 30
+IDLE_SLEEPER = "sglang.srt.managers.scheduler_components.idle_sleeper.IdleSleeper"
+IDLE_MILLISECONDS = 3
 
 
 def activate():
@@ -24,12 +28,17 @@ def activate():
     replaced = f"{POOL}.mha.MHATokenToKVPoolHost"
     HookRegistry.register(f"{POOL}.base.HostKVCache.__init__", on_small_hosts, HookType.BEFORE)
     HookRegistry.register(f"{replaced}.load_to_device_per_layer", load_layer, HookType.REPLACE)
+    HookRegistry.register(f"{IDLE_SLEEPER}.maybe_sleep", rest, HookType.REPLACE)
     HookRegistry.register(f"{replaced}.backup_from_device_all_layer", back_up, HookType.REPLACE)
 
 
 def on_small_hosts(*args, **kwargs):
     sys.modules[f"{POOL}.base"].HICACHE_HOST_MEMORY_RESERVE_BYTES = RESERVED_BYTES
     return args, {**kwargs, "pin_memory": False}
+
+
+def rest(sleeper):
+    sleeper.poller.poll(IDLE_MILLISECONDS)
 
 
 def load_layer(pool, device_pool, host_indices, device_indices, layer, io_backend, **_):
