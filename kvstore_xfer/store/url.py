@@ -5,6 +5,7 @@ URL                                         store
 =========================================== ====================================================
 ``local:///folder?max_size=&min_free=``     a folder on a local disk; ``local:folder`` is relative;
                                             ``more=/b:/c`` adds folders on other disks
+``mooncake://master``                       `remote/mooncake_url.py`
 ``memory:?max_size=&name=``                 shared memory of this machine, for all its processes
 ``URL|URL|URL``                             levels, from fast to far (`tiered/store.py`)
 ``valkey://host``, ``valkeys://host``       `remote/valkey_url.py`
@@ -47,6 +48,7 @@ _VALKEY = "kvstore_xfer.store.remote.valkey_url"
 _OBJECTS = "kvstore_xfer.store.remote.objects_url"
 _REMOTE = dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), _VALKEY)
 _REMOTE |= dict.fromkeys(("s3", "gs", "az"), _OBJECTS)
+_REMOTE |= {"mooncake": "kvstore_xfer.store.remote.mooncake_url"}
 
 
 def open_store(url: str, *, base: Path | None = None) -> BlockStore:

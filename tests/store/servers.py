@@ -1,6 +1,7 @@
 """Real servers for the stores' tests, started and stopped by the tests themselves."""
 
 import contextlib
+import ctypes.util
 import os
 import random
 import shutil
@@ -25,18 +26,26 @@ def free_port():
 
 def debian_command(*commands, package):
     """Path of the first command there is; root on Debian gets the package, others are told."""
-    found = _which(commands)
+    return _found(lambda: _which(commands), f"none of {commands}", package)
+
+
+def debian_library(name, *, package):
+    return _found(lambda: ctypes.util.find_library(name), f"no lib{name}", package)
+
+
+def _found(look, what, package):
+    found = look()
     if found is None and os.geteuid() == 0 and shutil.which("apt-get"):
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "check": False}
         # Runlevel 1: the package's own service is not started.
         env = os.environ | {"RUNLEVEL": "1", "DEBIAN_FRONTEND": "noninteractive"}
-        install = ["apt-get", "install", "-y", "--no-install-recommends", *package.split()]
+        install = ["apt-get", "install", "-y", "--no-install-recommends", package]
         if subprocess.run(install, env=env, **quiet).returncode:
             subprocess.run(["apt-get", "update"], env=env, **quiet)
             subprocess.run(install, env=env, **quiet)
-        found = _which(commands)
+        found = look()
     if found is None:
-        raise RuntimeError(f"none of {commands} is installed; as root: apt-get install {package}")
+        raise RuntimeError(f"{what} is installed; as root: apt-get install {package}")
     return found
 
 

@@ -36,7 +36,7 @@ def test_a_relative_folder_is_relative_to_the_base(tmp_path, monkeypatch):
     [
         ("/var/cache", r"not a URL; write local:///"),
         ("", r"not a URL"),
-        ("locl:///x", r"unknown scheme 'locl'; known: az, gs, local, memory, redis"),
+        ("locl:///x", r"unknown scheme 'locl'; known: az, gs, local, memory, mooncake, redis"),
         ("local://var/cache", r"expected local:///absolute/folder"),
         ("local:", r"expected local:///absolute/folder"),
         ("local:///x#y", r"expected local:///absolute/folder"),
@@ -81,5 +81,5 @@ def test_another_scheme_comes_from_an_entry_point(monkeypatch):
         url_module, "entry_points", lambda group: [point] if group == point.group else []
     )
     assert open_store("memo://x?y=1") == "'memo://x?y=1'"
-    with pytest.raises(ConfigError, match="known: az, gs, local, memo, memory, redis"):
+    with pytest.raises(ConfigError, match="known: az, gs, local, memo, memory, mooncake, redis"):
         open_store("rods://x")
