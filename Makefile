@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test test-fast lint types docs ci bench envs real-models dashboards
+.PHONY: setup demo test test-fast lint types docs ci bench envs fuzz faults real-models dashboards
 
 demo: $(READY)  ## the whole way on two small models, on an empty embedded store
 	$(BIN)/kvxfer demo
@@ -42,6 +42,12 @@ dashboards: $(READY)  ## everything generated: dashboards, and the table of metr
 bench: $(READY)
 	$(BIN)/python tests/bench/bench_store.py
 	$(BIN)/python tests/bench/bench_fit_memory.py
+
+fuzz: $(READY)  ## ten minutes of hostile bytes for decoder, manifest, URL and index
+	$(BIN)/python tests/store/fuzz.py --seconds 600
+
+faults: $(READY)  ## the figures of docs/reliability.md
+	$(BIN)/python tests/store/faults.py
 
 real-models: $(READY)  ## SmolLM2-135M, a pruned sibling and a fine-tune, in .real
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt gguf accelerate
