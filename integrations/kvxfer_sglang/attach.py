@@ -9,23 +9,26 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvstore_xfer.blocks.identity import block_shape
-from kvstore_xfer.blocks.key import Shard
+from kvstore_xfer.blocks.key import Shard, heads_of_rank
 from kvstore_xfer.errors import ConfigError, ModelError, StoreError
 from kvstore_xfer.family import Family, load_family
 from kvstore_xfer.models.description import ModelDescription, describe
 from kvstore_xfer.outcome import Reason
 from kvstore_xfer.store.url import open_store
+from kvstore_xfer.tier.members import recognise
 from kvstore_xfer.tier.open import Engine, announce, export, open_tier
 from kvstore_xfer.tier.tier import Tier
-from kvxfer_sglang.config import Settings, recognise
-from kvxfer_sglang.facts import EngineFacts, heads_of_rank
 from kvxfer_sglang.pool_view import PoolView, UnsupportedPoolError
 from kvxfer_sglang.refusals import Refusal, conversion_refusals, storage_refusals
+
+if TYPE_CHECKING:
+    from kvxfer_sglang.config import Settings
+    from kvxfer_sglang.facts import EngineFacts
 
 UNLISTED = "unlisted"  # the metric label of a model that is not in the family
 

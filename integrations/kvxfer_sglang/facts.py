@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from kvstore_xfer.blocks.key import heads_of_rank
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
@@ -142,18 +144,6 @@ def logical_dtype(stored: torch.dtype, setting: str | None) -> torch.dtype | Non
     if stored is not torch.uint8:
         return stored
     return None if torch.version.hip else _EIGHT_BIT_FLOATS.get(setting or "")
-
-
-def heads_of_rank(total: int, rank: int, size: int) -> tuple[int, int]:
-    """The KV heads that one tensor-parallel rank holds, of `total`.
-
-    With fewer heads than ranks, neighbouring ranks hold copies of the same head.
-    """
-    if size > total:
-        first = rank // (size // total)
-        return first, first + 1
-    each = total // size
-    return rank * each, (rank + 1) * each
 
 
 def _alterations() -> tuple[tuple[str, str], ...]:

@@ -46,6 +46,18 @@ class Shard:
         return cls(*(int(number) for number in match.groups()))
 
 
+def heads_of_rank(total: int, rank: int, size: int) -> tuple[int, int]:
+    """The KV heads that one tensor-parallel rank holds, of `total`.
+
+    With fewer heads than ranks, neighbouring ranks hold copies of the same head.
+    """
+    if size > total:
+        first = rank // (size // total)
+        return first, first + 1
+    each = total // size
+    return rank * each, (rank + 1) * each
+
+
 @dataclass(frozen=True)
 class BlockKey:
     """Where a block lives. `chain_hash` is the engine's page hash, salt included."""

@@ -104,7 +104,7 @@ def open_tier(
 
     A mapper folder that cannot be loaded turns its pair off, with an error in the log; the rest
     works. By default conversion runs on the GPU when there is one. `store` overrides the
-    manifest's; the tier closes only a store it opened itself.
+    manifest's; the tier closes, and exports the totals of, only a store it opened itself.
 
     Raises
     ------
@@ -136,7 +136,10 @@ def open_tier(
         layout=engine.layout or (),
         owns_store=store is None,
     )
-    export(tier, used, family, "given" if store is not None else family.store.partition(":")[0])
+    if store is None:
+        export(tier, used, family, family.store.partition(":")[0])
+    elif family.metrics is not None:
+        serve(family.metrics)
     return tier
 
 

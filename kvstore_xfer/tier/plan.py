@@ -66,7 +66,10 @@ class Planner:
         self._shards = tuple(shards) or (shard,)
         self._pairs = pairs
 
-    def plan(self, hashes: Sequence[str], *, whole_prompt: bool) -> list[BlockPlan]:
+    def plan(
+        self, hashes: Sequence[str], *, whole_prompt: bool, gaps: bool = False
+    ) -> list[BlockPlan]:
+        close = own_after_gap if gaps else after_gap
         plans: dict[str, BlockPlan] = {}
         unplaced: dict[str, BlockPlan] = {}
         self._add_present(plans, list(hashes), NATIVE)
@@ -84,7 +87,7 @@ class Planner:
         ]
         if whole_prompt:
             ordered = self._hold_back(ordered)
-        return self._apply_limits(after_gap(ordered), whole_prompt=whole_prompt)
+        return close(self._apply_limits(close(ordered), whole_prompt=whole_prompt))
 
     def convertible(self, hashes: list[str], pair: Pair) -> dict[str, BlockPlan]:
         """How blocks would be converted by one pair, whatever else is there of them."""
@@ -177,7 +180,7 @@ class Planner:
                 _declined(plan, reasons[i]) if i in reasons else plan
                 for i, plan in enumerate(plans)
             ]
-        return after_gap(plans)
+        return plans
 
 
 def _convertible(
@@ -230,4 +233,14 @@ def after_gap(plans: list[BlockPlan]) -> list[BlockPlan]:
         if i <= end or not plan.served
         else BlockPlan(Outcome.MISSED, Reason.AFTER_GAP, plan.chain_hash)
         for i, plan in enumerate(plans)
+    ]
+
+
+def own_after_gap(plans: list[BlockPlan]) -> list[BlockPlan]:
+    """The engine may hold the gap itself, so own blocks behind it are of use; nothing is converted
+    for an if."""
+    closed = after_gap(plans)
+    return [
+        plan if plan.served and plan.pair is None else other
+        for plan, other in zip(plans, closed, strict=True)
     ]

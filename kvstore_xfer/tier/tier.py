@@ -34,7 +34,7 @@ from kvstore_xfer.blocks.page import KvPage, byte_view
 from kvstore_xfer.outcome import SERVED, Outcome, Reason
 from kvstore_xfer.store.base import ReadRequest, WriteRequest, WriteStatus
 from kvstore_xfer.tier.background import BackgroundWriter
-from kvstore_xfer.tier.plan import BlockPlan, Planner, after_gap, still_allowed
+from kvstore_xfer.tier.plan import BlockPlan, Planner, after_gap, own_after_gap, still_allowed
 from kvstore_xfer.tier.result import BlockResult, has_shape, read_failure
 from kvstore_xfer.tier.sources import SourceBlocks, SourceReader
 from kvstore_xfer.tier.stages import Stages
@@ -112,30 +112,41 @@ class Tier:
         fitting = _QUEUE_BYTES // max(1, shape.payload_bytes)
         self._writer = BackgroundWriter(max(_QUEUE_BLOCKS_AT_LEAST, min(_QUEUE_BLOCKS, fitting)))
 
-    def find(self, hashes: Sequence[str], *, whole_prompt: bool = True) -> list[BlockPlan]:
+    def find(
+        self, hashes: Sequence[str], *, whole_prompt: bool = True, gaps: bool = False
+    ) -> list[BlockPlan]:
         """One plan per hash, in prefix order, from the store's index alone.
 
         The leading plans whose outcome is served are what `read` can be asked for. With
         `whole_prompt` the last hash ends the prompt, and the policy's minimum and hold-back apply;
-        an engine that reads in batches sets it False for a batch of an earlier `find`.
+        an engine that reads in batches sets it False for a batch of an earlier `find`. With `gaps`
+        own blocks behind one that is missing are offered too, to an engine that may have that one
+        itself.
         """
         if whole_prompt:
             metrics.LOOKUPS.labels(self.name).inc()
         with self._stages.timed("find"):
             try:
-                return self._find(hashes, whole_prompt=whole_prompt)
+                return self._find(hashes, whole_prompt=whole_prompt, gaps=gaps)
             except Exception:  # noqa: BLE001 - nothing may raise into an engine
                 self._failed("find")
                 return [BlockPlan(Outcome.MISSED, Reason.STORE_ERROR)] * len(hashes)
 
-    def read(self, plans: Sequence[BlockPlan], pages: Sequence[KvPage]) -> list[BlockResult]:
+    def read(
+        self,
+        plans: Sequence[BlockPlan],
+        pages: Sequence[KvPage],
+        first_block: int | None = None,
+    ) -> list[BlockResult]:
         """Fill the engine's pages of the leading served plans; one result per plan.
 
         The first block that fails ends the prefix: later ones are reported as missed after a gap.
+        An engine that knows the ordinal of the first plan's block in its sequence gives it as
+        `first_block`; a sibling's block that stands elsewhere is then not converted.
         """
         started = time.perf_counter()
         try:
-            results = self._read(plans, pages)
+            results = self._read(plans, pages, first_block)
         except Exception:  # noqa: BLE001 - nothing may raise into an engine
             self._failed("read")
             results = [BlockResult(Outcome.MISSED, Reason.STORE_ERROR)] * len(plans)
@@ -210,18 +221,21 @@ class Tier:
         )
         self._planner = self._make_planner()
 
-    def _find(self, hashes: Sequence[str], *, whole_prompt: bool) -> list[BlockPlan]:
+    def _find(self, hashes: Sequence[str], *, whole_prompt: bool, gaps: bool) -> list[BlockPlan]:
         self._watcher.check_off(self.pairs)
         planner = self._planner
-        plans = planner.plan(hashes, whole_prompt=whole_prompt)
+        plans = planner.plan(hashes, whole_prompt=whole_prompt, gaps=gaps)
         if not whole_prompt:
             return plans
-        return after_gap(self._watcher.decline_sampled(plans, planner.convertible))
+        close = own_after_gap if gaps else after_gap
+        return close(self._watcher.decline_sampled(plans, planner.convertible))
 
     # read
 
     @torch.inference_mode()  # the engine's pages may be inference tensors
-    def _read(self, plans: Sequence[BlockPlan], pages: Sequence[KvPage]) -> list[BlockResult]:
+    def _read(
+        self, plans: Sequence[BlockPlan], pages: Sequence[KvPage], first_block: int | None
+    ) -> list[BlockResult]:
         plans = still_allowed(plans, self.pairs)
         results = [BlockResult(plan.outcome, plan.reason) for plan in plans]
         leading = next((i for i, plan in enumerate(plans) if not plan.served), len(plans))
@@ -232,12 +246,16 @@ class Tier:
                 leading = min(leading, i)
         convertible = [i for i in range(leading) if plans[i].pair is not None]
         if convertible:
-            for i, result in self._convert_traced(convertible, plans, pages):
+            for i, result in self._convert_traced(convertible, plans, pages, first_block):
                 results[i] = result
         return results
 
     def _convert_traced(
-        self, indices: list[int], plans: Sequence[BlockPlan], pages: Sequence[KvPage]
+        self,
+        indices: list[int],
+        plans: Sequence[BlockPlan],
+        pages: Sequence[KvPage],
+        first_block: int | None,
     ) -> list[tuple[int, BlockResult]]:
         source, direction = plans[indices[0]].origin
         about: dict[str, str | int] = {
@@ -248,7 +266,7 @@ class Tier:
             "kvxfer.tokens": len(indices) * self.identity.block_tokens,
         }
         with span("kvxfer.convert", about) as current:
-            results = self._convert(indices, plans, pages)
+            results = self._convert(indices, plans, pages, first_block)
             if current is not None:
                 converted = sum(result.served for _, result in results)
                 current.set_attribute("kvxfer.blocks_converted", converted)
@@ -283,14 +301,19 @@ class Tier:
         return results
 
     def _convert(
-        self, indices: list[int], plans: Sequence[BlockPlan], pages: Sequence[KvPage]
+        self,
+        indices: list[int],
+        plans: Sequence[BlockPlan],
+        pages: Sequence[KvPage],
+        first_block: int | None,
     ) -> list[tuple[int, BlockResult]]:
         """Convert in groups; the next group's source blocks are read while this one is mapped."""
         groups = _groups(indices, plans, max(1, _GROUP_TOKENS // self.identity.block_tokens))
         results: list[tuple[int, BlockResult]] = []
         made: list[Callable[[], None]] = []
         started = time.monotonic()
-        ahead = [self._ahead.submit(self._sources.read, g, plans) for g in groups[:1]]
+        origin = None if first_block is None else first_block * self.identity.block_tokens
+        ahead = [self._ahead.submit(self._sources.read, g, plans, origin) for g in groups[:1]]
         for number, group in enumerate(groups):
             pair = plans[group[0]].pair
             if pair is None or pair.converter is None:

@@ -6,7 +6,8 @@ import pytest
 from kvstore_xfer.errors import ConfigError
 from kvstore_xfer.family import Family
 from kvstore_xfer.models.description import describe
-from kvxfer_sglang.config import Settings, read_settings, recognise
+from kvstore_xfer.tier.members import recognise
+from kvxfer_sglang.config import Settings, read_settings
 
 FAMILY = Path(__file__).parents[2] / "data" / "family"
 SGLANG = {"backend_name": "b", "module_path": "m", "class_name": "c", "interface_v1": 1}

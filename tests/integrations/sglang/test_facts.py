@@ -4,11 +4,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvstore_xfer.blocks.key import heads_of_rank
 from kvxfer_sglang.facts import (
     BIGRAM_HASHES,
     UNIGRAM_HASHES,
     EngineFacts,
-    heads_of_rank,
     logical_dtype,
     read_facts,
 )

@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageFailureInjector,
 )
 
+from kvstore_xfer.blocks.key import heads_of_rank
 from kvstore_xfer.blocks.page import KvPage
 from kvstore_xfer.gate.record import ACCEPTED, GateRecord, subject
 from kvstore_xfer.mapper.artifact import Artifact, record_gate, save
@@ -25,8 +26,9 @@ from kvstore_xfer.models.attention import AttentionKind
 from kvstore_xfer.models.description import ModelDescription
 from kvstore_xfer.rope.spec import RopeSpec
 from kvstore_xfer.store.local.store import LocalStore
-from kvxfer_sglang import attach, config, hicache
-from kvxfer_sglang.facts import EngineFacts, heads_of_rank
+from kvstore_xfer.tier import members
+from kvxfer_sglang import attach, hicache
+from kvxfer_sglang.facts import EngineFacts
 from kvxfer_sglang.pool_view import PoolView
 from kvxfer_sglang.weights import Weights
 
@@ -93,7 +95,7 @@ def family(request, tmp_path, monkeypatch):
         "pairs": [{"source": "source", "target": "target", "mapper": "mapper"}],
     }
     (tmp_path / "family.yaml").write_text(yaml.safe_dump(manifest))
-    for module in (attach, config):
+    for module in (attach, members):
         monkeypatch.setattr(
             module, "describe", lambda path, revision=None: describe(Path(path).name)
         )
