@@ -24,6 +24,11 @@ class ModelEntry(Strict):
 
     path: str = Field(description="Model folder (relative to the manifest) or hub id.")
     revision: str | None = Field(default=None, description="Hub revision.")
+    vllm_cpu_block_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="vLLM's --block-size, when it runs this model on CPUs behind LMCache.",
+    )
 
 
 class PolicyEntry(Strict):

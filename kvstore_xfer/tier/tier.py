@@ -183,6 +183,17 @@ class Tier:
             self._failed("clear")
             return 0
 
+    def discard(self, hashes: Sequence[str]) -> list[bool]:
+        """Delete this rank's blocks of the hashes, native and derived; which of them were there."""
+        kinds = [NATIVE, UNPLACED, *(pair.derived_kind for pair in self.pairs)]
+        try:
+            gone = self._store.delete([self._key(kind, name) for name in hashes for kind in kinds])
+        except Exception:  # noqa: BLE001 - nothing may raise into an engine
+            self._failed("discard")
+            return [False] * len(hashes)
+        width = len(kinds)
+        return [any(gone[start : start + width]) for start in range(0, len(gone), width)]
+
     def flush(self) -> None:
         """Return when derived blocks of earlier reads are in the store, and samples compared."""
         self._writer.drain()

@@ -1,0 +1,233 @@
+"""From the engines behind one LMCache server to tiers: one per model, rank, dtype and layout.
+
+An engine whose chunks must not be converted still gets a tier, as a plain store of its own. It
+gets none when the manifest or the store cannot be used.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvstore_xfer import metrics
+from kvstore_xfer.errors import ConfigError, KvxferError, StoreError
+from kvstore_xfer.family import Family, load_family
+from kvstore_xfer.outcome import Reason
+from kvstore_xfer.store.url import open_store
+from kvstore_xfer.tier.open import Engine, announce, open_tier
+from kvstore_xfer.tier.store_gauges import StoreGauges
+from kvstore_xfer.tier.tier import Tier
+from kvxfer_lmcache.facts import identify, view_of
+from kvxfer_lmcache.layouts import Layout, opaque_layout
+from kvxfer_lmcache.objects import STRONG_HASH_BYTES, Origin
+from kvxfer_lmcache.refusals import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from kvstore_xfer.models.description import ModelDescription
+    from kvstore_xfer.store.base import BlockStore
+
+_log = logging.getLogger(__name__)
+UNLISTED = "unlisted"  # the metric label of a model that is not in the family
+_CLOSE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """One engine rank behind its tier; `tier` is None when nothing is stored."""
+
+    tier: Tier | None
+    layout: Layout
+    name: str = UNLISTED
+    refusals: list[tuple[Refusal, str]] = field(default_factory=list)
+
+    @property
+    def placed(self) -> bool:
+        """Whether blocks are stored with their position, as sources of conversions."""
+        return self.layout.is_canonical
+
+
+class Attachments:
+    """The tiers of all engines behind one LMCache process, opened on first use.
+
+    Never raises for what an operator can get wrong: then nothing is stored, which the log, a metric
+    and `report` say. Safe to use from several threads.
+    """
+
+    def __init__(
+        self, manifest: Path, hash_scheme: str = "lmcache", wrong: ConfigError | None = None
+    ) -> None:
+        self._manifest, self._hash_scheme = manifest, hash_scheme
+        self._lock = threading.Lock()
+        self._opened: dict[Origin, Future[Attachment]] = {}
+        self._refused: dict[Refusal, str] = {}
+        self._family: Family | None = None
+        self._store: BlockStore | None = None
+        self._gauges: StoreGauges | None = None
+        self._process = uuid.uuid4().hex
+        try:
+            if wrong is not None:
+                raise wrong
+            self._family = load_family(manifest)
+            self._store = open_store(self._family.store, base=manifest.resolve().parent)
+        except (ConfigError, StoreError) as error:
+            reason = Refusal.STORE if isinstance(error, StoreError) else Refusal.CONFIG
+            _announce(UNLISTED, [(reason, str(error))], stored=False)
+            self._refused[reason] = str(error)
+        else:
+            self._gauges = StoreGauges(self._store, self._family.store.partition(":")[0])
+
+    def get(self, origin: Origin, seconds: float) -> Attachment | None:
+        """The attachment, None when it is not open within `seconds`: weights are being digested."""
+        with self._lock:
+            future = self._opened.get(origin)
+            if future is None:
+                future = self._opened[origin] = Future()
+                threading.Thread(
+                    target=self._open, args=(origin, future), name="kvxfer-attach", daemon=True
+                ).start()
+        try:
+            return future.result(seconds)
+        except FutureTimeoutError:
+            return None
+
+    def refuse(self, reason: Refusal, text: str) -> None:
+        """Turn all conversion off from now on."""
+        with self._lock:
+            if reason in self._refused:
+                return
+            self._refused[reason] = text
+            opened = [future.result() for future in self._opened.values() if future.done()]
+        for attachment in opened:
+            if attachment.tier is not None:
+                attachment.tier.disable_conversion(Reason.UNSUPPORTED)
+        for name in {attachment.name for attachment in opened} or {UNLISTED}:
+            _announce(name, [(reason, text)], stored=True)
+
+    def report(self) -> list[dict[str, object]]:
+        """One row per engine rank, for a status page."""
+        with self._lock:
+            opened = [(o, f.result()) for o, f in self._opened.items() if f.done()]
+            general = [reason.value for reason in self._refused]
+        return [
+            {
+                "model": origin.model,
+                "name": attachment.name,
+                "rank": origin.rank,
+                "ranks": origin.ranks,
+                "group": origin.group,
+                "dtype": str(origin.dtypes[0]).removeprefix("torch."),
+                "layout": attachment.layout.kind.value,
+                "stored": attachment.tier is not None,
+                "refusals": [*general, *(reason.value for reason, _ in attachment.refusals)],
+            }
+            for origin, attachment in opened
+        ]
+
+    @property
+    def usable(self) -> bool:
+        return self._store is not None
+
+    def flush(self) -> None:
+        """Return when all derived blocks of earlier loads are in the store."""
+        for tier in self.tiers():
+            tier.flush()
+
+    def close(self) -> None:
+        """Close tiers and store; gives up on a store that does not answer."""
+        closing = threading.Thread(target=self._close, name="kvxfer-close", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_SECONDS)
+
+    def _close(self) -> None:
+        if self._gauges is not None:
+            self._gauges.close()
+        for tier in self.tiers():
+            tier.close()
+        if self._store is not None:
+            self._store.close()
+
+    def tiers(self, model: str = "", rank: int = 0, group: int = 0) -> list[Tier]:
+        """The open tiers, all of them or those of one rank and object group of a model."""
+        with self._lock:
+            opened = [(o, f.result().tier) for o, f in self._opened.items() if f.done()]
+        wanted = (model, rank, group)
+        return [
+            tier
+            for origin, tier in opened
+            if tier is not None
+            and (not model or (origin.model, origin.rank, origin.group) == wanted)
+        ]
+
+    def _open(self, origin: Origin, future: Future[Attachment]) -> None:
+        nothing = opaque_layout(origin.shapes, origin.dtypes)
+        try:
+            attachment = self._attach(origin)
+        except KvxferError as error:
+            reason = Refusal.STORE if isinstance(error, StoreError) else Refusal.CONFIG
+            attachment = Attachment(None, nothing, refusals=[(reason, str(error))])
+        except Exception as error:  # noqa: BLE001 - nothing may raise into the server
+            _log.exception("kvxfer: attaching %s failed", origin.model)
+            attachment = Attachment(None, nothing, refusals=[(Refusal.CONFIG, repr(error))])
+        _announce(attachment.name, attachment.refusals, stored=attachment.tier is not None)
+        with self._lock:  # a refusal that came meanwhile counts for this one, too
+            future.set_result(attachment)
+            late = bool(self._refused)
+        if late and attachment.tier is not None:
+            attachment.tier.disable_conversion(Reason.UNSUPPORTED)
+
+    def _attach(self, origin: Origin) -> Attachment:
+        family, store = self._family, self._store
+        if family is None or store is None:
+            return Attachment(None, opaque_layout(origin.shapes, origin.dtypes))
+        folder = self._manifest.resolve().parent
+        member, model, refusals = identify(family, folder, origin)
+        packed = 0 if member is None else family.models[member].vllm_cpu_block_tokens or 0
+        view = view_of(origin, model, packed)
+        refusals = [*refusals, *view.refusals]
+        engine = Engine(
+            model,
+            str(view.layout.shape.dtype).removeprefix("torch."),
+            origin.shapes[0][-2] if len(origin.shapes[0]) > 1 else 1,
+            f"{self._hash_scheme}-{8 * origin.hash_bytes}",
+            shard=view.shard,
+            layout=view.shards,
+            shape=view.layout.shape,
+            variant=",".join(view.variant + self._private(origin, model)),
+        )
+        if member is not None and view.layout.is_canonical:
+            tier = open_tier(self._manifest, member, engine, store=store)
+            if refusals:
+                tier.disable_conversion(Reason.UNSUPPORTED)
+        else:
+            announce(store, engine)
+            tier = Tier(
+                store,
+                member or UNLISTED,
+                engine.identity,
+                engine.own_shard,
+                engine.block_shape,
+                (),
+                layout=engine.layout or (),
+            )
+        return Attachment(tier, view.layout, member or UNLISTED, refusals)
+
+    def _private(self, origin: Origin, model: ModelDescription) -> list[str]:
+        """A name alone does not say whose blocks these are, nor a weak hash which tokens'."""
+        nameless, weak = not model.layers, origin.hash_bytes != STRONG_HASH_BYTES
+        return [f"process={self._process}"] if nameless or weak else []
+
+
+def _announce(name: str, refusals: Sequence[tuple[Refusal, str]], *, stored: bool) -> None:
+    """Log each reason once per engine rank, and export it."""
+    off = "conversion is off" if stored else "nothing is stored or converted"
+    for reason, text in refusals:
+        metrics.CONVERSION_REFUSED.labels(name, reason.value).set(1)
+        _log.warning("kvxfer: %s for %s (%s): %s", off, name, reason.value, text)
