@@ -7,7 +7,9 @@ gets none when the manifest or the store cannot be used.
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 import uuid
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 UNLISTED = "unlisted"  # the metric label of a model that is not in the family
+RETRY_SECONDS = 10.0  # after an engine could not be attached because of the store
 _CLOSE_SECONDS = 10.0
 
 
@@ -67,6 +70,7 @@ class Attachments:
         self._manifest, self._hash_scheme = manifest, hash_scheme
         self._lock = threading.Lock()
         self._opened: dict[Origin, Future[Attachment]] = {}
+        self._retry: dict[Origin, float] = {}
         self._refused: dict[Refusal, str] = {}
         self._family: Family | None = None
         self._store: BlockStore | None = None
@@ -88,7 +92,8 @@ class Attachments:
         """The attachment, None when it is not open within `seconds`: weights are being digested."""
         with self._lock:
             future = self._opened.get(origin)
-            if future is None:
+            if future is None or self._retry.get(origin, math.inf) < time.monotonic():
+                self._retry.pop(origin, None)
                 future = self._opened[origin] = Future()
                 threading.Thread(
                     target=self._open, args=(origin, future), name="kvxfer-attach", daemon=True
@@ -175,9 +180,11 @@ class Attachments:
             attachment = Attachment(None, nothing, refusals=[(reason, str(error))])
         except Exception as error:  # noqa: BLE001 - nothing may raise into the server
             _log.exception("kvxfer: attaching %s failed", origin.model)
-            attachment = Attachment(None, nothing, refusals=[(Refusal.CONFIG, repr(error))])
+            attachment = Attachment(None, nothing, refusals=[(Refusal.STORE, repr(error))])
         _announce(attachment.name, attachment.refusals, stored=attachment.tier is not None)
         with self._lock:  # a refusal that came meanwhile counts for this one, too
+            if any(reason is Refusal.STORE for reason, _ in attachment.refusals):
+                self._retry[origin] = time.monotonic() + RETRY_SECONDS
             future.set_result(attachment)
             late = bool(self._refused)
         if late and attachment.tier is not None:

@@ -28,7 +28,7 @@ class Positions:
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
         self._lock = threading.Lock()
-        self._known: OrderedDict[bytes, tuple[int, bytes]] = OrderedDict()
+        self._known: OrderedDict[bytes, tuple[int, bytes | None]] = OrderedDict()
         self.conflicts = 0
 
     def learn(self, hashes: Sequence[bytes], first: int = 0) -> None:
@@ -53,5 +53,5 @@ class Positions:
         if place != _UNCERTAIN and (place != number or differs):
             self.conflicts += 1
             place = _UNCERTAIN
-        self._known[chunk] = (place, parent if parent is not None else before or b"")
+        self._known[chunk] = (place, before if parent is None else parent)
         self._known.move_to_end(chunk)

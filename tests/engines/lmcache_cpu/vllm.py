@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 BLOCK, BATCH = 32, 256  # tokens of a block, and of one step: longer prompts are prefilled in chunks
 VOCABULARY = 2048
-START_SECONDS, STOP_SECONDS = 180, 30
+START_SECONDS, STOP_SECONDS = 420, 30
 ENVIRONMENT = {
     **QUIET,
     "VLLM_NO_USAGE_STATS": "1",

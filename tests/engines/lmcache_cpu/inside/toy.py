@@ -31,6 +31,7 @@ from kvstore_xfer.mapper.convert import TorchConverter
 from kvstore_xfer.mapper.maps import LayerMap, Mapper, Method, assign_heads
 from kvstore_xfer.models.attention import AttentionKind
 from kvstore_xfer.models.description import ModelDescription
+from kvstore_xfer.outcome import Outcome, Reason
 from kvstore_xfer.rope.spec import RopeSpec
 from kvstore_xfer.tier import members
 from kvxfer_lmcache import facts
@@ -280,6 +281,15 @@ class Counted:
         """Blocks handed to the store by an engine, whatever became of them."""
         kinds = ("native", "unplaced")
         return sum(self("kvxfer_written_blocks_total", kind=kind) for kind in kinds)
+
+    def outcomes(self):
+        """Everything that grew, for a message."""
+        return {
+            (outcome.value, reason.value): count
+            for outcome in Outcome
+            for reason in Reason
+            if (count := self.blocks(outcome.value, reason.value))
+        }
 
     def blocks(self, outcome, reason=None):
         labels = {"outcome": outcome, **({} if reason is None else {"reason": reason})}
