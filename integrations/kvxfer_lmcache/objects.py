@@ -11,7 +11,7 @@ import torch
 from kvstore_xfer.blocks.page import KvPage
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvxfer_lmcache.layouts import Layout
     from kvxfer_lmcache.tasks import Lease
@@ -72,16 +72,21 @@ def block_name(chunk_hash: bytes, salt: str) -> str:
 class ObjectPage(KvPage):
     """An object to be filled: by one copy, and only while its task may still touch it."""
 
+    _fill: Callable[[KvPage], None]
+
     def __init__(self, layout: Layout, raw: torch.Tensor, lease: Lease) -> None:
         nothing = torch.empty(0)
         super().__init__(nothing, nothing)
-        object.__setattr__(self, "_write", lambda page: layout.pack(page, raw))
-        object.__setattr__(self, "_lease", lease)
+
+        def fill(page: KvPage) -> None:
+            with lease.held():
+                layout.pack(page, raw)
+
+        object.__setattr__(self, "_fill", fill)  # the base class is frozen
 
     def segments(self) -> None:
         """None: whoever fills the page reads into memory of their own first."""
 
     def copy_from(self, other: KvPage) -> None:
         """Raises ExpiredError when the task was given up."""
-        with self._lease.held():
-            self._write(other)
+        self._fill(other)
