@@ -24,6 +24,8 @@ def family_manifest(family_mapper, tmp_path_factory):
         folder = tmp_path_factory.mktemp("manifest")
         names = ("small", "large")
         pair = {"source": "small", "target": "large", "mapper": str(family_mapper.folder)}
+        # A sampled prompt is not converted, which these tests are about.
+        pair["policy"] = {"sampled_share": 0.0}
         manifest = {
             "family": "tests",
             "store": f"local://{folder}/store",

@@ -110,7 +110,9 @@ class Toy:
             "models": {name: {"path": name, **model} for name in models},
         }
         if {"small", "large"} <= set(models):
-            manifest["pairs"] = [{"source": "small", "target": "large", "mapper": "mapper"}]
+            pair = {"source": "small", "target": "large", "mapper": "mapper"}
+            # A sampled prompt is not converted, which these tests are about.
+            manifest["pairs"] = [{**pair, "policy": {"sampled_share": 0.0}}]
         (self.folder / "family.yaml").write_text(yaml.safe_dump(manifest))
 
     def converted(self, pages, first_block=0):
