@@ -11,15 +11,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import logging
 
+from kvstore_xfer.blocks.page import KvPage
 from kvstore_xfer.errors import ModelError
 from kvstore_xfer.models.description import ModelDescription, describe
+from kvstore_xfer.rope.rotate import rope_tables, strip_rope
 from kvxfer_transformers.cache import cache_of_page, page_of_cache
+from kvxfer_transformers.queries import recording
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
-
-    from kvstore_xfer.blocks.page import KvPage
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,51 @@ class LoadedModel:
         return page_of_cache(cache)
 
     @torch.inference_mode()
+    def capture_queries(self, tokens: Sequence[int]) -> tuple[KvPage, torch.Tensor]:
+        """The whole cache, and all queries ``[L, T, H_q, D]``, rotated and scaled as in attention.
+
+        Logits of attention are ``q . k``. Raises ModelError when the model's attention cannot be
+        watched.
+        """
+        with recording(self.model) as recorded:
+            page = self.capture(tokens)
+        if len(recorded) != len(page.keys):
+            raise ModelError(
+                f"{self.description.name}: its attention does not go through transformers' "
+                "attention interface; fit without --weights attention"
+            )
+        return page, torch.stack([q[0].transpose(0, 1).float() * scale for q, scale in recorded])
+
+    def sensitivity(self, tokens: Sequence[int], seed: int) -> KvPage:
+        """How what the model says at the end depends on its cache of what came before.
+
+        The last quarter of the tokens is read after the cache of the others. For every token of it
+        one next token is drawn from the model's own distribution; their log-likelihoods, each with
+        a random sign, are added (so that the mean of ``g g'`` over draws is the Fisher
+        information). Returned are the gradients by the cache, keys without RoPE.
+        """
+        if self.description.rope is None:
+            raise ModelError(f"{self.description.name}: its RoPE is not supported")
+        start = max(1, len(tokens) * 3 // 4)
+        page = self.capture(tokens[:start])
+        leaves = KvPage(*(part.clone().requires_grad_() for part in (page.keys, page.values)))
+        output = self._run(tokens[start:], cache_of_page(leaves))
+        said = torch.log_softmax(output.float(), -1)
+        generator = torch.Generator().manual_seed(seed)
+        draw = torch.multinomial(said.detach().exp().cpu(), 1, generator=generator)
+        sign = torch.randint(0, 2, draw.shape, generator=generator) * 2.0 - 1
+        total = (said.gather(1, draw.to(said.device)) * sign.to(said.device)).sum()
+        keys, values = torch.autograd.grad(total, (leaves.keys, leaves.values))
+        positions = torch.arange(start, device=keys.device)
+        tables = rope_tables(self.description.rope, positions)
+        return KvPage(strip_rope(keys, self.description.rope, *tables), values)
+
+    @torch.inference_mode()
     def read(self, tokens: Sequence[int], cache: DynamicCache, keep: int = 0) -> torch.Tensor:
         """Read `tokens` after what `cache` holds (it grows); logits ``[keep or T, vocab]``."""
+        return self._run(tokens, cache, keep)
+
+    def _run(self, tokens: Sequence[int], cache: DynamicCache, keep: int = 0) -> torch.Tensor:
         ids = torch.tensor([list(tokens)], device=self.device)
         held = {_cache_argument(self.model): cache}
         output = self.model(input_ids=ids, logits_to_keep=keep, **held)
@@ -139,4 +183,4 @@ def load_model(
             f"{path}: {len(wrong)} weights are missing or of another shape than config.json says, "
             f"such as {sorted(map(str, wrong))[0]}; check the folder"
         )
-    return LoadedModel(model.to(device).eval(), tokenizer, description)
+    return LoadedModel(model.to(device).eval().requires_grad_(False), tokenizer, description)

@@ -33,7 +33,7 @@ def capture_queries(
     rope = loaded.description.rope
     if rope is None:
         raise ValueError(f"{loaded.description.name}: its RoPE is not supported")
-    with _recording(loaded.model) as recorded:
+    with recording(loaded.model) as recorded:
         loaded.read_after(page, tokens)
     first = 0 if page is None else page.keys.shape[1]
     tables = rope_tables(rope, torch.arange(first, first + len(tokens)))
@@ -45,7 +45,7 @@ def capture_queries(
 
 
 @contextmanager
-def _recording(model: Any) -> Iterator[list[tuple[torch.Tensor, float]]]:
+def recording(model: Any) -> Iterator[list[tuple[torch.Tensor, float]]]:
     """Queries ``[1, H, T, D]`` and scaling of each layer's call, in order."""
     recorded: list[tuple[torch.Tensor, float]] = []
 

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     from kvstore_xfer.mapper.artifact import Artifact
 
+_METHODS = ["head-local", "full-head", "low-rank"]
+
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
@@ -42,8 +44,21 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--target", required=True, help="model folder or hub id to write for")
     parser.add_argument("--text", required=True, type=Path, help=".txt, .jsonl or .parquet file")
     parser.add_argument("--out", required=True, type=Path, help="mapper folder to write")
-    parser.add_argument("--method", choices=[m.value for m in Method], default="head-local")
+    parser.add_argument("--method", choices=_METHODS, default="head-local")
     parser.add_argument("--layers", type=auto_or_int, default=None, metavar="N|auto")
+    parser.add_argument(
+        "--weights",
+        choices=["attention", "none"],
+        default="none",
+        help="row weights from the target's attention, head-local only (default: none)",
+    )
+    parser.add_argument(
+        "--rank",
+        type=auto_or_int,
+        default=None,
+        metavar="N|auto",
+        help="low-rank: default as many parameters as a head-local map has",
+    )
     parser.add_argument("--ridge", type=auto_or_ridge, default=None, metavar="R|auto")
     parser.add_argument(
         "--sequences", type=positive_int, default=500, help="at most this many (default: 500)"
@@ -60,6 +75,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(options: argparse.Namespace) -> int:
+    chosen = _fit_options(options)
     _require_writable(options.out)
     # A folder is remembered by its full path: 'check' may run elsewhere.
     options.source, options.target = map(_located, (options.source, options.target))
@@ -73,10 +89,10 @@ def run(options: argparse.Namespace) -> int:
     with progress("fitting") as update:
         artifact = fit(
             Side(source.description, source.capture),
-            Side(target.description, target.capture),
+            Side(target.description, target.capture, target.capture_queries, target.sensitivity),
             sequences,
             options.out,
-            FitOptions(Method(options.method), options.layers, options.ridge),
+            chosen,
             resume=options.resume,
             device=device,
             dtype=str(target.dtype).removeprefix("torch."),
@@ -84,6 +100,16 @@ def run(options: argparse.Namespace) -> int:
         )
     sys.stdout.write(_as_json(artifact) if options.json else _as_text(artifact, options.out))
     return 0
+
+
+def _fit_options(options: argparse.Namespace) -> FitOptions:
+    """Raises ConfigError for options that the method does not have."""
+    method, weighted = Method(options.method), options.weights == "attention"
+    if weighted and method is not Method.HEAD_LOCAL:
+        raise ConfigError(f"--weights attention: not for {method.value}; use --method head-local")
+    if options.rank is not None and method not in (Method.LOW_RANK, Method.RESIDUAL):
+        raise ConfigError(f"--rank {options.rank}: not for {method.value}; use --method low-rank")
+    return FitOptions(method, options.layers, options.ridge, options.rank, weighted)
 
 
 def _located(model: str) -> str:

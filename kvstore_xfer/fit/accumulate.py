@@ -32,11 +32,19 @@ _LARGEST_FLOAT16 = 65_504.0
 
 @dataclass(frozen=True)
 class FitOptions:
-    """`layers` and `ridge` None mean: pick on held-out sequences."""
+    """What a user may set of a fit.
+
+    `layers` and `ridge` None mean: pick on held-out sequences; `rank` None: for a low-rank mapper
+    as many parameters as a head-local one of the same layers, for a residual one picked on held-out
+    sequences, layer by layer. `weighted` takes the row weights of the target's attention
+    (head-local).
+    """
 
     method: Method = Method.HEAD_LOCAL
     layers: int | None = None
     ridge: float | None = None
+    rank: int | None = None
+    weighted: bool = False
 
 
 class Accumulator:
@@ -74,7 +82,7 @@ class Accumulator:
             )
         )
         shapes = [(groups, source.layers * x, target.layers * y) for x, y in self._widths]
-        _require_memory(sum(2 * Moments.bytes_needed(*shape) for shape in shapes), device)
+        require_memory(sum(2 * Moments.bytes_needed(*shape) for shape in shapes), device)
         self.moments = {
             f"{component}.{split}": Moments.zero(*shape, device=device)
             for component, shape in zip(("keys", "values"), shapes, strict=True)
@@ -88,38 +96,41 @@ class Accumulator:
 
     def add(self, index: int, source: KvPage, target: KvPage) -> None:
         """Add one sequence: its number, and both models' caches of all its tokens."""
-        split = "held_out" if index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 else "fitted"
+        split = split_of(index)
+        for model, page in ((self._source, source), (self._target, target)):
+            require_finite(model, index, page)
         pairs = {
-            "keys": (_stripped(source, self._source.rope), _stripped(target, self._target.rope)),
+            "keys": (stripped(source, self._source.rope), stripped(target, self._target.rope)),
             "values": (source.values, target.values),
         }
-        for model, page in ((self._source, source), (self._target, target)):
-            _require_finite(model, index, page)
         for component, (inputs, outputs) in pairs.items():
             self.moments[f"{component}.{split}"].update(
                 self._inputs(inputs), self._outputs(outputs)
             )
 
+    def choose(self) -> Choice:
+        """Source layers, their number and the ridges; the moments stay as they are."""
+        require_split(self.moments["keys.fitted"].rows, self.moments["keys.held_out"].rows)
+        components = self._components()
+        ranking = rank_layers(components, self._source.layers, self._target.layers)
+        return choose(components, ranking, layers=self._options.layers, ridge=self._options.ridge)
+
     def finish(self) -> tuple[Mapper, Choice]:
         """Choose, solve and assemble the mapper (without a digest: saving gives it one)."""
-        if not self.moments["keys.fitted"].rows or not self.moments["keys.held_out"].rows:
-            raise ConfigError(
-                f"--sequences: a fit needs at least {HELD_OUT_EVERY} sequences (one of them is "
-                "held out); give more text"
-            )
-        components = tuple(
-            Component(self.moments[f"{name}.fitted"], self.moments[f"{name}.held_out"], *widths)
-            for name, widths in zip(("keys", "values"), self._widths, strict=True)
-        )
-        ranking = rank_layers(components, self._source.layers, self._target.layers)
-        choice = choose(components, ranking, layers=self._options.layers, ridge=self._options.ridge)
+        choice = self.choose()
         keys, values = (
             self._solve(component, choice, ridges)
-            for component, ridges in zip(components, choice.ridges, strict=True)
+            for component, ridges in zip(self._components(), choice.ridges, strict=True)
         )
         mapper = Mapper(self._options.method, self._source, self._target, self._heads, keys, values)
         mapper.validate()
         return mapper, choice
+
+    def _components(self) -> tuple[Component, ...]:
+        return tuple(
+            Component(self.moments[f"{name}.fitted"], self.moments[f"{name}.held_out"], *widths)
+            for name, widths in zip(("keys", "values"), self._widths, strict=True)
+        )
 
     def _solve(
         self, component: Component, choice: Choice, ridges: tuple[float, ...]
@@ -138,7 +149,7 @@ class Accumulator:
             maps.append(
                 LayerMap(
                     layers,
-                    weight.to("cpu", _weight_dtype(weight)),
+                    weight.to("cpu", weight_dtype(weight)),
                     affine.bias.reshape(heads, -1).to("cpu", torch.float32),
                 )
             )
@@ -158,6 +169,20 @@ class Accumulator:
         return tensor.transpose(0, 1).flatten(1)[None]
 
 
+def split_of(index: int) -> str:
+    """Which side sequence `index` is on: "fitted" or "held_out"."""
+    return "held_out" if index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 else "fitted"
+
+
+def require_split(fitted: float, held_out: float) -> None:
+    """Raises ConfigError unless there are rows on both sides."""
+    if not fitted or not held_out:
+        raise ConfigError(
+            f"--sequences: a fit needs at least {HELD_OUT_EVERY} sequences (one of them is "
+            "held out); give more text"
+        )
+
+
 def require_pair(source: ModelDescription, target: ModelDescription) -> None:
     """Raises ModelError unless blocks of `source` may in principle be converted for `target`."""
     for model in (source, target):
@@ -170,19 +195,21 @@ def require_pair(source: ModelDescription, target: ModelDescription) -> None:
         )
 
 
-def _stripped(page: KvPage, rope: RopeSpec | None) -> torch.Tensor:
+def stripped(page: KvPage, rope: RopeSpec | None) -> torch.Tensor:
+    """The page's keys without RoPE; its first token stands at position 0."""
     if rope is None:
         raise ModelError("a model without a supported RoPE cannot be fitted")
     positions = torch.arange(page.keys.shape[1], device=page.keys.device)
     return strip_rope(page.keys, rope, *rope_tables(rope, positions))
 
 
-def _weight_dtype(weight: torch.Tensor) -> torch.dtype:
+def weight_dtype(weight: torch.Tensor) -> torch.dtype:
     """float16 has three bits more than bfloat16, but a small range."""
     return torch.float16 if weight.abs().max() <= _LARGEST_FLOAT16 else torch.bfloat16
 
 
-def _require_finite(model: ModelDescription, index: int, page: KvPage) -> None:
+def require_finite(model: ModelDescription, index: int, page: KvPage) -> None:
+    """Raises ModelError for infinities and nan."""
     if not (page.keys.isfinite().all() and page.values.isfinite().all()):
         raise ModelError(
             f"{model.name}: its cache of sequence {index} holds values that are not numbers; "
@@ -201,7 +228,8 @@ def _available_bytes() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _require_memory(needed: int, device: str) -> None:
+def require_memory(needed: int, device: str) -> None:
+    """Raises ConfigError when `device` has fewer than `needed` bytes free."""
     if device == "cpu":
         available = _available_bytes()
     else:
@@ -209,5 +237,5 @@ def _require_memory(needed: int, device: str) -> None:
     if needed > available:
         raise ConfigError(
             f"--method: the moments of this pair take {needed / 2**30:.1f} GiB, {device} has "
-            f"{available / 2**30:.1f} GiB free; use head-local or a larger machine"
+            f"{available / 2**30:.1f} GiB free; use head-local, fewer --layers or a larger machine"
         )

@@ -21,14 +21,19 @@ if TYPE_CHECKING:
     import torch
 
 FOLDER = ".fit"
-_FILE = "moments.safetensors"
 _TENSORS = tuple(field.name for field in fields(Moments) if field.name != "rows")
 
 
 def save_checkpoint(
-    out: Path, run: dict[str, str], moments: dict[str, Moments], next_sequence: int
+    out: Path,
+    run: dict[str, str],
+    moments: dict[str, Moments],
+    next_sequence: int,
+    number: int = 0,
 ) -> None:
-    """Replace the checkpoint of the fit that writes to `out`; `run` says what is being fitted.
+    """Replace the checkpoint of pass `number` of the fit that writes to `out`.
+
+    `run` says what is being fitted.
 
     Raises ConfigError when it cannot be written; the one before is kept.
     """
@@ -45,22 +50,29 @@ def save_checkpoint(
         "next": str(next_sequence),
         "checksum": _checksum(tensors),
     }
-    partial = folder / f"{_FILE}.partial"
+    file = folder / _file(number)
+    partial = file.with_name(f"{file.name}.partial")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, partial, metadata=state)
-        partial.replace(folder / _FILE)
+        partial.replace(file)
     except (OSError, SafetensorError) as error:
         partial.unlink(missing_ok=True)
         raise ConfigError(f"--out {folder}: cannot be written ({error}); free some space") from None
 
 
-def load_checkpoint(out: Path, run: dict[str, str], moments: dict[str, Moments]) -> int:
-    """Fill `moments` from the checkpoint and return the next sequence; 0 when there is none.
+def _file(number: int) -> str:
+    return "moments.safetensors" if not number else f"moments.{number}.safetensors"
+
+
+def load_checkpoint(
+    out: Path, run: dict[str, str], moments: dict[str, Moments], number: int = 0
+) -> int:
+    """Fill `moments` of pass `number` and return its next sequence; 0 when there is none.
 
     Raises ConfigError when the checkpoint belongs to another fit or is damaged.
     """
-    file = out / FOLDER / _FILE
+    file = out / FOLDER / _file(number)
     if not file.exists():
         return 0
     try:

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import transformers
@@ -15,15 +15,20 @@ import transformers
 from kvstore_xfer import __version__
 from kvstore_xfer.fit.accumulate import HELD_OUT_EVERY, Accumulator, FitOptions
 from kvstore_xfer.fit.checkpoint import drop_checkpoint, load_checkpoint, save_checkpoint
+from kvstore_xfer.fit.low_rank import SENSITIVITY_SEQUENCES, LowRankAccumulator
 from kvstore_xfer.fit.text import TokenSequence, sequences_digest
+from kvstore_xfer.fit.weighted import WeightedAccumulator
 from kvstore_xfer.mapper.artifact import Artifact, save
+from kvstore_xfer.mapper.maps import Method
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from kvstore_xfer.blocks.page import KvPage
+    from kvstore_xfer.fit.moments import Moments
     from kvstore_xfer.fit.select import Choice
+    from kvstore_xfer.mapper.maps import Mapper
     from kvstore_xfer.models.description import ModelDescription
 
 CHECKPOINT_SECONDS = 60.0
@@ -37,10 +42,16 @@ class Capture(Protocol):
 
 @dataclass(frozen=True)
 class Side:
-    """One model of the pair: what it is, and how to get its cache."""
+    """One model of the pair: what it is, and how to get its cache.
+
+    Of the target, row weights need its `queries` with the cache (`fit.attention.row_weights`), and
+    a low-rank fit the gradients of its `sensitivity` (tokens and a seed; keys without RoPE).
+    """
 
     model: ModelDescription
     capture: Capture
+    queries: Callable[[Sequence[int]], tuple[KvPage, torch.Tensor]] | None = None
+    sensitivity: Callable[[Sequence[int], int], KvPage] | None = None
 
 
 class InterruptedFitError(KeyboardInterrupt):
@@ -62,29 +73,121 @@ def fit(
     """Fit the maps of one ordered pair and write the mapper folder `out`.
 
     Moments are checkpointed once a minute and on Ctrl-C (InterruptedFitError); with `resume` the
-    loop goes on after the last checkpoint. `dtype` is the one the captures run in, `progress` is
+    fit goes on after the last checkpoint. `dtype` is the one the captures run in, `progress` is
     told sequences done and in all.
     Raises ModelError and ConfigError as `Accumulator` does.
     """
-    accumulator = Accumulator(source.model, target.model, options, device)
     run = {**_run_key(source.model, target.model, sequences, options), "--dtype": dtype}
-    start = load_checkpoint(out, run, accumulator.moments) if resume else 0
-    saved = time.monotonic()
-    with _DeferredInterrupt() as interrupted:
-        for index in range(start, len(sequences)):
-            tokens = sequences[index].tokens
-            accumulator.add(index, source.capture(tokens), target.capture(tokens))
-            progress(index + 1, len(sequences))
-            due = time.monotonic() - saved > CHECKPOINT_SECONDS
-            if due or interrupted.is_set():
-                save_checkpoint(out, run, accumulator.moments, index + 1)
-                saved = time.monotonic()
-            if interrupted.is_set():
-                raise InterruptedFitError(f"{index + 1} of {len(sequences)} sequences are kept")
-    mapper, choice = accumulator.finish()
+    loop = _Loop(sequences, out, run, resume, progress)
+    finish = {
+        Method.LOW_RANK: _fit_low_rank,
+    }.get(options.method, _fit_affine)
+    with _DeferredInterrupt() as loop.interrupted:
+        mapper, choice = finish(loop, source, target, options, device)
     artifact = save(out, Artifact(mapper, _fit_record(sequences, options, choice)))
     drop_checkpoint(out)
     return artifact
+
+
+class _Loop:
+    """Passes over all sequences, each with moments and a checkpoint of its own."""
+
+    def __init__(
+        self,
+        sequences: Sequence[TokenSequence],
+        out: Path,
+        run: dict[str, str],
+        resume: bool,
+        progress: Callable[[int, int], None],
+    ) -> None:
+        self.sequences = sequences
+        self.interrupted = threading.Event()
+        self._out, self._run, self._resume, self._progress = out, run, resume, progress
+        self._passes = 1
+        self._done = 0
+
+    def plan(self, passes: int) -> None:
+        self._passes = passes
+
+    def run(
+        self,
+        moments: dict[str, Moments],
+        add: Callable[[int, TokenSequence], None],
+        **facts: str,
+    ) -> None:
+        """One pass: `add` is called for every sequence that no checkpoint holds.
+
+        `facts` are what the moments depend on beside the run, such as an earlier pass's choice.
+        """
+        number = self._done
+        run, total = {**self._run, **facts}, len(self.sequences)
+        start = load_checkpoint(self._out, run, moments, number) if self._resume else 0
+        saved = time.monotonic()
+        for index in range(start, total):
+            add(index, self.sequences[index])
+            self._progress(number * total + index + 1, self._passes * total)
+            last = index + 1 == total and number + 1 < self._passes
+            due = time.monotonic() - saved > CHECKPOINT_SECONDS
+            if due or last or self.interrupted.is_set():
+                save_checkpoint(self._out, run, moments, index + 1, number)
+                saved = time.monotonic()
+            if self.interrupted.is_set():
+                raise InterruptedFitError(f"{index + 1} of {total} sequences are kept")
+        self._done += 1
+
+
+def _fit_affine(
+    loop: _Loop, source: Side, target: Side, options: FitOptions, device: str
+) -> tuple[Mapper, Choice]:
+    """Head-local or full-head; with row weights in two passes."""
+    accumulator = Accumulator(source.model, target.model, options, device)
+    loop.plan(2 if options.weighted else 1)
+    loop.run(
+        accumulator.moments,
+        lambda index, s: accumulator.add(index, source.capture(s.tokens), target.capture(s.tokens)),
+    )
+    if not options.weighted:
+        return accumulator.finish()
+    queries = _required(target.queries, "queries")
+    choice = accumulator.choose()
+    weighted = WeightedAccumulator(source.model, target.model, options, choice, device)
+    loop.run(
+        weighted.moments,
+        lambda index, s: weighted.add(index, source.capture(s.tokens), *queries(s.tokens)),
+        **{"--layers": str(choice.layers)},
+    )
+    return weighted.finish()
+
+
+def _fit_low_rank(
+    loop: _Loop, source: Side, target: Side, options: FitOptions, device: str
+) -> tuple[Mapper, Choice]:
+    accumulator = LowRankAccumulator(source.model, target.model, options, device)
+    gradients = _required(target.sensitivity, "sensitivity")
+    every = max(1, len(loop.sequences) // SENSITIVITY_SEQUENCES)
+
+    def add(index: int, sequence: TokenSequence) -> None:
+        tokens = sequence.tokens
+        # The fit's own side of the split, and not its first tokens alone.
+        wanted = index % every == 0 and len(tokens) > 1
+        accumulator.add(
+            index,
+            source.capture(tokens),
+            target.capture(tokens),
+            gradients(tokens, index) if wanted else None,
+        )
+
+    loop.run(accumulator.moments, add, **{"--layers": str(options.layers)})
+    return accumulator.finish()
+
+
+_Function = TypeVar("_Function")
+
+
+def _required(function: _Function | None, name: str) -> _Function:
+    if function is None:
+        raise ValueError(f"the target's side of this fit gives no {name}")
+    return function
 
 
 def _run_key(
@@ -98,6 +201,7 @@ def _run_key(
         "--target": target.fingerprint(),
         "--text": sequences_digest(sequences),
         "--method": options.method.value,
+        "--weights": "attention" if options.weighted else "none",
     }
 
 
@@ -113,6 +217,7 @@ def _fit_record(
             "documents": sorted({sequence.document for sequence in sequences}),
         },
         "held_out": f"every {HELD_OUT_EVERY}th sequence, for layers, k and ridge",
+        "weights": "attention" if options.weighted else "none",
         "k": len(choice.layers[0]),
         "layers": "auto" if options.layers is None else options.layers,
         "ridge": {"keys": list(choice.ridges[0]), "values": list(choice.ridges[1])},

@@ -114,10 +114,14 @@ def load(folder: str | os.PathLike[str]) -> Artifact:
 
 def _tensors(mapper: Mapper) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
+    if mapper.encoder is not None:
+        tensors["encoder"] = mapper.encoder.contiguous()
     for name, layers in (("keys", mapper.keys), ("values", mapper.values)):
         for index, layer in enumerate(layers):
             tensors[f"{name}.{index}.weight"] = layer.weight.contiguous()
             tensors[f"{name}.{index}.bias"] = layer.bias.contiguous()
+            for step, tensor in enumerate(layer.before):
+                tensors[f"{name}.{index}.before.{step}"] = tensor.contiguous()
     return tensors
 
 
@@ -137,7 +141,10 @@ def _assemble(description: dict[str, Any], tensors: dict[str, torch.Tensor]) -> 
     def layers(name: str, chosen: list[list[int]]) -> tuple[LayerMap, ...]:
         return tuple(
             LayerMap(
-                tuple(sources), tensors[f"{name}.{index}.weight"], tensors[f"{name}.{index}.bias"]
+                tuple(sources),
+                tensors[f"{name}.{index}.weight"],
+                tensors[f"{name}.{index}.bias"],
+                _before(f"{name}.{index}.before.", tensors),
             )
             for index, sources in enumerate(chosen)
         )
@@ -149,7 +156,13 @@ def _assemble(description: dict[str, Any], tensors: dict[str, torch.Tensor]) -> 
         head_assignment=tuple(description["head_assignment"]),
         keys=layers("keys", description["key_layers"]),
         values=layers("values", description["value_layers"]),
+        encoder=tensors.get("encoder"),
     )
+
+
+def _before(prefix: str, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    count = sum(name.startswith(prefix) for name in tensors)
+    return tuple(tensors[f"{prefix}{step}"] for step in range(count))
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvstore_xfer.mapper.convert import TorchConverter
+from kvstore_xfer.mapper.convert_dense import DenseConverter
 
 if TYPE_CHECKING:
     from kvstore_xfer.mapper.convert import Converter
@@ -22,10 +23,15 @@ def make_converter(
 ) -> Converter:
     """A converter for blocks of `dtype`.
 
+    Maps that are not affine are dense torch products on the same device.
+
     `device` None means the current GPU if there is one. A named device is an explicit choice: it
     raises what `TritonConverter` raises, and ImportError without Triton. By default, what the
     kernels cannot do is done on the CPU, and said once in the log.
     """
+    if not mapper.method.affine:
+        chosen = "cuda" if torch.cuda.is_available() else "cpu"
+        return DenseConverter(mapper, device or chosen)
     if device is not None and torch.device(device).type == "cpu":
         return TorchConverter(mapper, dtype)
     if device is not None:

@@ -11,7 +11,6 @@ from kvstore_xfer.blocks.identity import IdentityRecord, block_shape, identity_o
 from kvstore_xfer.blocks.key import Shard, derived_kind
 from kvstore_xfer.errors import ArtifactError
 from kvstore_xfer.gate.record import GateRecord, refusal
-from kvstore_xfer.mapper.maps import Mapper, Method
 from kvstore_xfer.outcome import Reason
 from kvstore_xfer.store.base import ReadRequest, ReadStatus
 
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from kvstore_xfer.gate.watch import WatchRecord
     from kvstore_xfer.mapper.artifact import Artifact
     from kvstore_xfer.mapper.convert import Converter
+    from kvstore_xfer.mapper.maps import Mapper
     from kvstore_xfer.models.description import ModelDescription
     from kvstore_xfer.store.base import BlockStore
     from kvstore_xfer.tier.policy import Direction, Policy
@@ -184,7 +184,7 @@ def layouts_of(payload: bytes) -> tuple[tuple[Shard, ...], ...]:
 def _narrow(mapper: Mapper, shard: Shard) -> tuple[Mapper, range]:
     """The maps for the shard's heads, reading only the source heads they need."""
     narrowed = mapper.shard(shard.first_head, shard.last_head)
-    if mapper.method is Method.FULL_HEAD:
+    if not mapper.method.per_head:
         return narrowed, range(mapper.source.kv_heads)
     heads = range(min(narrowed.head_assignment), max(narrowed.head_assignment) + 1)
     return narrowed.reading_from(heads.start), heads

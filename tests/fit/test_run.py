@@ -127,7 +127,7 @@ def test_moments_are_kept_once_a_minute(fit_now, tmp_path, monkeypatch):
     clock = iter(range(0, 10_000, 25))
     monkeypatch.setattr(run.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(
-        run, "save_checkpoint", lambda out, key, moments, following: saved.append(following)
+        run, "save_checkpoint", lambda out, key, moments, following, number: saved.append(following)
     )
     fit_now(tmp_path / "out")
     assert saved[0] == 3
