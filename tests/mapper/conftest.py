@@ -18,21 +18,47 @@ def make_mapper(make_description):
         chosen = layers or [(0, 2)] * target[0]
         generator = torch.Generator().manual_seed(seed)
 
+        def numbers(*shape):
+            return torch.randn(shape, generator=generator) / shape[-2] ** 0.5
+
+        if method is Method.RESIDUAL:
+            target = source
+            models = (models[0], make_description("target", *source, theta=500.0))
+            chosen = [(n,) for n in range(source[0])]
+        heads, everything = target[1], source[1] * (source[2] + source[3])
+
         def layer(sources, width_in, width_out):
             width = len(sources) * width_in
-            shape = (target[1], width, width_out)
-            if method is Method.FULL_HEAD:
-                shape = (width * source[1], target[1] * width_out)
-            weight = torch.randn(shape, generator=generator) / width**0.5
-            bias = torch.randn(target[1], width_out, generator=generator)
-            return LayerMap(tuple(sources), weight.half(), bias)
+            before, inner = (), 5
+            if method is Method.HEAD_LOCAL:
+                weight = numbers(heads, width, width_out)
+            elif method is Method.FULL_HEAD:
+                weight = numbers(width * source[1], heads * width_out)
+            elif method is Method.MLP:
+                shapes = ((heads, width, inner), (heads, inner, inner))
+                before = tuple(
+                    part.half()
+                    for s in shapes
+                    for part in (numbers(*s), numbers(1, heads, s[-1])[0])
+                )
+                weight = numbers(heads, inner, width_out)
+            else:
+                weight = numbers(inner, heads * width_out)
+                if method is Method.RESIDUAL:
+                    before = (numbers(width * source[1], inner).half(),)
+            bias = torch.randn(heads, width_out, generator=generator)
+            return LayerMap(tuple(sources), weight.half(), bias, before)
 
+        encoder = None
+        if method is Method.LOW_RANK:
+            encoder = numbers(len(chosen[0]) * everything, 5).half()
         return Mapper(
             method,
             *models,
             assign_heads(source[1], target[1]),
             tuple(layer(sources, source[2], target[2]) for sources in chosen),
             tuple(layer(sources, source[3], target[3]) for sources in chosen),
+            encoder=encoder,
         )
 
     return make

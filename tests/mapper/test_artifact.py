@@ -29,6 +29,10 @@ def same(one, other):
         assert a.weight.dtype == b.weight.dtype
         assert torch.equal(a.weight, b.weight)
         assert torch.equal(a.bias, b.bias)
+        assert len(a.before) == len(b.before)
+        assert all(map(torch.equal, a.before, b.before))
+    assert (one.encoder is None) == (other.encoder is None)
+    assert one.encoder is None or torch.equal(one.encoder, other.encoder)
     facts = [(m.method, m.source, m.target, m.head_assignment, m.digest) for m in (one, other)]
     assert facts[0] == facts[1]
 

@@ -1,0 +1,167 @@
+"""Low-rank maps against the formulas in float64, with all rows in memory."""
+
+import numpy as np
+import pytest
+import torch
+
+from kvstore_xfer.blocks.page import KvPage
+from kvstore_xfer.errors import ConfigError
+from kvstore_xfer.fit import low_rank
+from kvstore_xfer.fit.accumulate import FitOptions
+from kvstore_xfer.fit.low_rank import LowRankAccumulator
+from kvstore_xfer.mapper.maps import Method
+
+TOKENS, SEQUENCES, RIDGE = 20, 16, 1e-2
+
+
+@pytest.fixture
+def pair(make_description):
+    return (
+        make_description("source", 3, 2, 4, 6),
+        make_description("target", 2, 2, 6, 4, theta=500.0),
+    )
+
+
+@pytest.fixture
+def captured(pair, random_page):
+    """Pages of both models and gradients; some directions matter a hundred times as much."""
+    source, target = pair
+    rows = []
+    for n in range(SEQUENCES):
+        keys, values = (part.clone() for part in vars(random_page(target, TOKENS, 90 + n)).values())
+        keys[..., 0] *= 10
+        values[1] *= 100
+        pages = (random_page(source, TOKENS, 2 * n), random_page(target, TOKENS, 2 * n + 1))
+        rows.append((*pages, KvPage(keys, values)))
+    return rows
+
+
+def fitted(pair, captured, *, gradients=True, **options):
+    given = {"ridge": RIDGE, **options}
+    accumulator = LowRankAccumulator(*pair, FitOptions(Method.LOW_RANK, **given))
+    for index, (source, target, slope) in enumerate(captured):
+        accumulator.add(index, source, target, slope if gradients else None)
+    return accumulator.finish()[0]
+
+
+def stripped(keys, model):
+    keys = keys.double().numpy()
+    half = model.key_dim // 2
+    angles = np.arange(keys.shape[1])[:, None] * np.array(model.rope.inv_freq)
+    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+    a, b = keys[..., :half], keys[..., half:]
+    return np.concatenate([a * cos + b * sin, b * cos - a * sin], -1)
+
+
+def rows_of(pair, captured, side, layers=None):
+    model = pair[side]
+    parts = []
+    for row in captured:
+        chosen = slice(None) if layers is None else layers
+        both = (stripped(row[side].keys, model), row[side].values.double().numpy())
+        flat = [part[chosen].transpose(1, 0, 2, 3).reshape(TOKENS, -1) for part in both]
+        parts.append(np.concatenate(flat, 1))
+    return np.concatenate(parts)
+
+
+def ridge_solution(x, y, split):
+    cx, cy = x - x.mean(0), y - y.mean(0)
+    gram = cx.T @ cx
+    scales = [np.diag(gram)[:split].mean(), np.diag(gram)[split:].mean()]
+    penalty = np.repeat(scales, (split, len(gram) - split)) * RIDGE
+    return gram, np.linalg.solve(gram + np.diag(penalty), cx.T @ cy)
+
+
+def metric(pair, captured):
+    """The sensitivity as one block-diagonal matrix ``[q, q]``."""
+    blocks = []
+    for name in ("keys", "values"):
+        slopes = np.concatenate([getattr(row[2], name).double().numpy() for row in captured], 1)
+        for layer in slopes:
+            for head in layer.transpose(1, 0, 2):
+                blocks += [head.T @ head / len(head)]
+    size = sum(map(len, blocks))
+    result, start = np.zeros((size, size)), 0
+    for block in blocks:
+        stop = start + len(block)
+        result[start:stop, start:stop] = block
+        start = stop
+    return result
+
+
+def product(mapper):
+    """Encoder times decoders ``[p, q]``, and the bias ``[q]``."""
+    maps = (*mapper.keys, *mapper.values)
+    decoder = torch.cat([layer.weight.double() for layer in maps], 1)
+    bias = torch.cat([layer.bias.double().flatten() for layer in maps])
+    return (mapper.encoder.double() @ decoder).numpy(), bias.numpy()
+
+
+def test_at_full_rank_it_is_the_ridge_solution(pair, captured):
+    x, y = (rows_of(pair, captured, side) for side in (0, 1))
+    mapper = fitted(pair, captured, rank=1000)
+    found, bias = product(mapper)
+    _, expected = ridge_solution(x, y, 3 * 2 * 4)
+    np.testing.assert_allclose(found, expected, rtol=2e-2, atol=2e-4)
+    np.testing.assert_allclose(bias, y.mean(0) - x.mean(0) @ found, atol=1e-5)
+
+
+@pytest.mark.parametrize("rank", [1, 5, 12])
+def test_the_reduced_map_is_the_best_of_its_rank(pair, captured, rank):
+    """Eckart and Young in the norm of A and M: the error is the rest of the singular values."""
+    x, y = (rows_of(pair, captured, side) for side in (0, 1))
+    gram, full = ridge_solution(x, y, 3 * 2 * 4)
+    M = metric(pair, captured)
+    left, right = np.linalg.cholesky(gram).T, np.linalg.cholesky(M)
+    strengths = np.linalg.svd(left @ full @ right, compute_uv=False)
+    found, _ = product(fitted(pair, captured, rank=rank))
+    error = np.linalg.norm(left @ (full - found) @ right)
+    best = np.sqrt((strengths[rank:] ** 2).sum())
+    assert best * 0.999 <= error <= best * 1.01
+
+
+def test_the_sensitivity_decides_where_the_rank_goes(pair, captured):
+    x, y = (rows_of(pair, captured, side) for side in (0, 1))
+    gram, full = ridge_solution(x, y, 3 * 2 * 4)
+    left, right = np.linalg.cholesky(gram).T, np.linalg.cholesky(metric(pair, captured))
+    with_it, without = (
+        np.linalg.norm(
+            left @ (full - product(fitted(pair, captured, rank=4, gradients=given))[0]) @ right
+        )
+        for given in (True, False)
+    )
+    assert with_it < 0.9 * without
+
+
+def test_many_outputs_are_reduced_by_iteration_alike(pair, captured, monkeypatch):
+    dense, _ = product(fitted(pair, captured, rank=5))
+    monkeypatch.setattr(low_rank, "_DENSE_SIDE", 0)
+    iterated, _ = product(fitted(pair, captured, rank=5))
+    np.testing.assert_allclose(iterated, dense, rtol=0, atol=2e-3 * np.abs(dense).max())
+
+
+def test_the_default_rank_has_the_parameters_of_a_head_local_map(pair, captured):
+    mapper = fitted(pair, captured)
+    head_local = 2 * 2 * 3 * (4 * 6 + 6 * 4)
+    p, q = 3 * 2 * 10, 2 * 2 * 10
+    without_bias = mapper.parameters - 2 * 2 * 10
+    assert head_local - (p + q) < without_bias <= head_local
+
+
+def test_some_layers_are_evenly_spaced(pair, captured):
+    mapper = fitted(pair, captured, layers=1, rank=3)
+    assert {layer.source_layers for layer in (*mapper.keys, *mapper.values)} == {(1,)}
+    assert mapper.encoder.shape == (20, 3)
+    x, y = rows_of(pair, captured, 0, [1]), rows_of(pair, captured, 1)
+    _, bias = product(mapper)
+    np.testing.assert_allclose(bias, y.mean(0) - x.mean(0) @ product(mapper)[0], atol=1e-5)
+
+
+def test_more_layers_than_there_are_is_one_line(pair):
+    with pytest.raises(ConfigError, match=r"--layers 4: source has 3 layers"):
+        LowRankAccumulator(*pair, FitOptions(Method.LOW_RANK, layers=4))
+
+
+def test_too_few_sequences_are_named(pair, captured):
+    with pytest.raises(ConfigError, match="--sequences"):
+        fitted(pair, captured[:7])
