@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from kvstore_xfer.mapper.artifact import Artifact
 
-_METHODS = ["head-local", "full-head", "low-rank"]
-
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
@@ -44,7 +42,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--target", required=True, help="model folder or hub id to write for")
     parser.add_argument("--text", required=True, type=Path, help=".txt, .jsonl or .parquet file")
     parser.add_argument("--out", required=True, type=Path, help="mapper folder to write")
-    parser.add_argument("--method", choices=_METHODS, default="head-local")
+    parser.add_argument("--method", choices=[m.value for m in Method], default="head-local")
     parser.add_argument("--layers", type=auto_or_int, default=None, metavar="N|auto")
     parser.add_argument(
         "--weights",
@@ -57,7 +55,10 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         type=auto_or_int,
         default=None,
         metavar="N|auto",
-        help="low-rank: default as many parameters as a head-local map has",
+        help="low-rank: as many parameters as a head-local map by default; residual: picked",
+    )
+    parser.add_argument(
+        "--hidden", type=positive_int, default=1024, help="width of an mlp (default: 1024)"
     )
     parser.add_argument("--ridge", type=auto_or_ridge, default=None, metavar="R|auto")
     parser.add_argument(
@@ -109,7 +110,7 @@ def _fit_options(options: argparse.Namespace) -> FitOptions:
         raise ConfigError(f"--weights attention: not for {method.value}; use --method head-local")
     if options.rank is not None and method not in (Method.LOW_RANK, Method.RESIDUAL):
         raise ConfigError(f"--rank {options.rank}: not for {method.value}; use --method low-rank")
-    return FitOptions(method, options.layers, options.ridge, options.rank, weighted)
+    return FitOptions(method, options.layers, options.ridge, options.rank, weighted, options.hidden)
 
 
 def _located(model: str) -> str:

@@ -37,7 +37,7 @@ class FitOptions:
     `layers` and `ridge` None mean: pick on held-out sequences; `rank` None: for a low-rank mapper
     as many parameters as a head-local one of the same layers, for a residual one picked on held-out
     sequences, layer by layer. `weighted` takes the row weights of the target's attention
-    (head-local).
+    (head-local); `hidden` is the width of an MLP.
     """
 
     method: Method = Method.HEAD_LOCAL
@@ -45,6 +45,7 @@ class FitOptions:
     ridge: float | None = None
     rank: int | None = None
     weighted: bool = False
+    hidden: int = 1024
 
 
 class Accumulator:
@@ -205,7 +206,8 @@ def stripped(page: KvPage, rope: RopeSpec | None) -> torch.Tensor:
 
 def weight_dtype(weight: torch.Tensor) -> torch.dtype:
     """float16 has three bits more than bfloat16, but a small range."""
-    return torch.float16 if weight.abs().max() <= _LARGEST_FLOAT16 else torch.bfloat16
+    largest = weight.abs().max() if weight.numel() else 0.0
+    return torch.float16 if largest <= _LARGEST_FLOAT16 else torch.bfloat16
 
 
 def require_finite(model: ModelDescription, index: int, page: KvPage) -> None:

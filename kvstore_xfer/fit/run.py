@@ -6,7 +6,7 @@ import platform
 import signal
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -14,8 +14,10 @@ import transformers
 
 from kvstore_xfer import __version__
 from kvstore_xfer.fit.accumulate import HELD_OUT_EVERY, Accumulator, FitOptions
-from kvstore_xfer.fit.checkpoint import drop_checkpoint, load_checkpoint, save_checkpoint
+from kvstore_xfer.fit.checkpoint import FOLDER, drop_checkpoint, load_checkpoint, save_checkpoint
 from kvstore_xfer.fit.low_rank import SENSITIVITY_SEQUENCES, LowRankAccumulator
+from kvstore_xfer.fit.mlp import RowFiles, train
+from kvstore_xfer.fit.residual import ResidualAccumulator
 from kvstore_xfer.fit.text import TokenSequence, sequences_digest
 from kvstore_xfer.fit.weighted import WeightedAccumulator
 from kvstore_xfer.mapper.artifact import Artifact, save
@@ -81,6 +83,8 @@ def fit(
     loop = _Loop(sequences, out, run, resume, progress)
     finish = {
         Method.LOW_RANK: _fit_low_rank,
+        Method.RESIDUAL: _fit_residual,
+        Method.MLP: _fit_mlp,
     }.get(options.method, _fit_affine)
     with _DeferredInterrupt() as loop.interrupted:
         mapper, choice = finish(loop, source, target, options, device)
@@ -106,6 +110,11 @@ class _Loop:
         self._passes = 1
         self._done = 0
 
+    @property
+    def folder(self) -> Path:
+        """Where the fit keeps what it needs until it is done."""
+        return self._out / FOLDER
+
     def plan(self, passes: int) -> None:
         self._passes = passes
 
@@ -121,14 +130,16 @@ class _Loop:
         """
         number = self._done
         run, total = {**self._run, **facts}, len(self.sequences)
-        start = load_checkpoint(self._out, run, moments, number) if self._resume else 0
+        # Without moments there is nothing to go on from: the pass is done anew.
+        resumed = self._resume and bool(moments)
+        start = load_checkpoint(self._out, run, moments, number) if resumed else 0
         saved = time.monotonic()
         for index in range(start, total):
             add(index, self.sequences[index])
             self._progress(number * total + index + 1, self._passes * total)
             last = index + 1 == total and number + 1 < self._passes
             due = time.monotonic() - saved > CHECKPOINT_SECONDS
-            if due or last or self.interrupted.is_set():
+            if moments and (due or last or self.interrupted.is_set()):
                 save_checkpoint(self._out, run, moments, index + 1, number)
                 saved = time.monotonic()
             if self.interrupted.is_set():
@@ -179,6 +190,38 @@ def _fit_low_rank(
 
     loop.run(accumulator.moments, add, **{"--layers": str(options.layers)})
     return accumulator.finish()
+
+
+def _fit_residual(
+    loop: _Loop, source: Side, target: Side, options: FitOptions, device: str
+) -> tuple[Mapper, Choice]:
+    accumulator = ResidualAccumulator(source.model, target.model, options, device)
+    loop.run(
+        accumulator.moments,
+        lambda index, s: accumulator.add(index, source.capture(s.tokens), target.capture(s.tokens)),
+    )
+    return accumulator.finish()
+
+
+def _fit_mlp(
+    loop: _Loop, source: Side, target: Side, options: FitOptions, device: str
+) -> tuple[Mapper, Choice]:
+    """Layers as for a head-local map; then rows on disk, which a resumed fit writes anew."""
+    head_local = replace(options, method=Method.HEAD_LOCAL)
+    accumulator = Accumulator(source.model, target.model, head_local, device)
+    loop.plan(2)
+    loop.run(
+        accumulator.moments,
+        lambda index, s: accumulator.add(index, source.capture(s.tokens), target.capture(s.tokens)),
+    )
+    choice = accumulator.choose()
+    files = RowFiles(loop.folder, source.model, target.model)
+    loop.run(
+        {},
+        lambda index, s: files.add(index, source.capture(s.tokens), target.capture(s.tokens)),
+    )
+    mapper, scores = train(files, source.model, target.model, choice, hidden=options.hidden)
+    return mapper, replace(choice, scores=scores)
 
 
 _Function = TypeVar("_Function")
