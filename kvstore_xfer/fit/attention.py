@@ -26,10 +26,9 @@ def boundaries(tokens: int) -> torch.Tensor:
     last = tokens - 1
     if last <= FIRST_BOUNDARY:
         return torch.tensor([last]) if last > 0 else torch.empty(0, dtype=torch.int64)
-    exponents = torch.linspace(
-        math.log(FIRST_BOUNDARY), math.log(last), BOUNDARIES, dtype=torch.float64
-    )
-    return exponents.exp().round().long().unique()
+    growth = math.log(last / FIRST_BOUNDARY) / (BOUNDARIES - 1)
+    spaced = {round(FIRST_BOUNDARY * math.exp(growth * step)) for step in range(BOUNDARIES)}
+    return torch.tensor(sorted(spaced))
 
 
 def row_weights(
@@ -47,8 +46,8 @@ def row_weights(
     """
     at = boundaries(keys.shape[1]).to(keys.device)
     parts = [
-        _layer_weights(*(part.float() for part in layer), at)
-        for layer in zip(keys, values, queries, strict=True)
+        _layer_weights(k.float(), v.float(), q.float(), at)
+        for k, v, q in zip(keys, values, queries, strict=True)
     ]
     return torch.stack([k for k, _ in parts]), torch.stack([v for _, v in parts])
 
@@ -57,7 +56,7 @@ def _layer_weights(
     keys: torch.Tensor, values: torch.Tensor, queries: torch.Tensor, at: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, heads, _ = keys.shape
-    chosen = queries[at].unflatten(1, (heads, -1))  # [C, H, G, d]
+    chosen = queries[at].reshape(len(at), heads, -1, keys.shape[2])  # [C, H, G, d]
     logits = torch.einsum("chgd,thd->hgct", chosen, keys)
     position = torch.arange(tokens, device=keys.device)
     attention = logits.masked_fill(position > at[:, None], -math.inf).softmax(-1)

@@ -168,7 +168,7 @@ class LowRankAccumulator:
     def _assemble(self, factors: Factors, bias: torch.Tensor) -> Mapper:
         target = self._target
         split = self._split_y
-        maps = [
+        keys, values = (
             tuple(
                 LayerMap(tuple(self._layers), part, layer_bias.view(target.kv_heads, -1))
                 for part, layer_bias in zip(
@@ -179,13 +179,14 @@ class LowRankAccumulator:
                 (factors.decoder[:, :split], bias[:split].float()),
                 (factors.decoder[:, split:], bias[split:].float()),
             )
-        ]
+        )
         return Mapper(
             Method.LOW_RANK,
             self._source,
             target,
             assign_heads(self._source.kv_heads, target.kv_heads),
-            *maps,
+            keys,
+            values,
             encoder=factors.encoder,
         )
 

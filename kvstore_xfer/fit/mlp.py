@@ -114,7 +114,7 @@ def train(
     for name in _COMPONENTS:
         trained = []
         for layer, layers in enumerate(choice.layers):
-            sides = (
+            fitted, held_out = (
                 _Data(
                     files.read(name, "source", split),
                     files.read(name, "target", split),
@@ -124,7 +124,7 @@ def train(
                 )
                 for split in ("fitted", "held_out")
             )
-            tensors, score = _train_layer(*sides, hidden, epochs)
+            tensors, score = _train_layer(fitted, held_out, hidden, epochs)
             trained.append((_layer_map(layers, tensors), score))
         components.append([layer for layer, _ in trained])
         scores.append(tuple(score for _, score in trained))
@@ -150,7 +150,7 @@ def _train_layer(
             predicted = mlp((x - shift_x) / scale_x, tensors)
             loss = (predicted - (y - shift_y) / scale_y).square().mean((1, 2)).sum()
             adam.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             adam.step()
         reached = _score(held_out, tensors, (shift_x, scale_x, shift_y, scale_y))
         waited = 0 if reached > best else waited + 1

@@ -40,7 +40,6 @@ class _Blend:
 
     fitted: Moments
     held_out: Moments
-    shares: torch.Tensor
 
 
 class WeightedAccumulator:
@@ -141,5 +140,7 @@ class WeightedAccumulator:
             attention["fitted"] = attention["fitted"].plus(attention["held_out"])
         fitted = attention["fitted"]
         shares = shrinkage(fitted.rows, fitted.squares, fitted.mean_x.shape[1])
-        sides = (plain[split].blended(attention[split], shares) for split in ("fitted", "held_out"))
-        return _Blend(*sides, shares)
+        return _Blend(
+            plain["fitted"].blended(attention["fitted"], shares),
+            plain["held_out"].blended(attention["held_out"], shares),
+        )
