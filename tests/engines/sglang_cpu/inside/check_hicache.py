@@ -85,7 +85,7 @@ def make_mapper(folder, method):
     return mapper
 
 
-@pytest.fixture(params=list(Method))
+@pytest.fixture(params=[Method.HEAD_LOCAL, Method.FULL_HEAD])
 def family(request, tmp_path, monkeypatch):
     mapper = make_mapper(tmp_path / "mapper", request.param)
     manifest = {
