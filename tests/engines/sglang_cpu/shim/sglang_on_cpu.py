@@ -5,8 +5,8 @@ between device and host pool are GPU kernels. `activate` takes pinning away and 
 with torch, for every host layout and either io backend. It also lowers what SGLang leaves free of
 the host's memory, 10 GiB, to what a small machine has, and lets an idle engine (`--sleep-on-idle`)
 rest for milliseconds instead of a second: two idle engines would spin on both cores of a small
-machine, and a second is long for what the hierarchical cache does when idle. Everything else is SGLang's own: radix
-cache, host pool, storage threads, the calls into the storage backend.
+machine, and a second is long for what the hierarchical cache does when idle. Everything else is
+SGLang's own: radix cache, host pool, storage threads, the calls into the storage backend.
 """
 
 import sys
