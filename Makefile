@@ -42,6 +42,7 @@ dashboards: $(READY)  ## everything generated: dashboards, and the table of metr
 	$(BIN)/python deploy/build.py
 
 bench: $(READY)
+	$(BIN)/kvxfer bench store
 	$(BIN)/python tests/bench/bench_store.py
 	$(BIN)/python tests/bench/bench_fit_memory.py
 

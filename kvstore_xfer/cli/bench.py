@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvstore_xfer.cli import bench_map
+from kvstore_xfer.cli import bench_map, bench_store
 
 if TYPE_CHECKING:
     import argparse
@@ -15,3 +15,4 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = subparsers.add_parser("bench", help="measure, on this machine")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     bench_map.register(commands)
+    bench_store.register(commands)

@@ -1,114 +1,94 @@
-"""How fast is a local store? ``python tests/bench/bench_store.py [FOLDER]``.
+"""The local store beside the engines' own disk backends, in one run each.
 
-Blocks of 64 tokens: the tiny test family (384 KiB) and the 14B shape (10 MiB). Reads are compared
-with a plain `readinto` of the same files in the same run, page cache warm in both.
+    python tests/bench/bench_store.py            # in the engines' environments, built when missing
+
+SGLang's `HiCacheFile` is used through its `set` and `get`; of LMCache's `LocalDiskBackend` its
+`write_file` and `read_file`, without its bookkeeping. Neither has a checksum. Page cache warm.
 """
 
-import argparse
-import shutil
-import statistics
+import os
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
-import numpy as np
-
-from kvstore_xfer.blocks.header import BlockHeader
-from kvstore_xfer.store.base import ReadRequest, ReadStatus, WriteRequest, WriteStatus
-from kvstore_xfer.store.local import LocalStore
-from kvstore_xfer.store.testing import block_key
-
-REPEATS = 7
-SHAPES = {"tiny family": (384 << 10, 512), "14B": (10 << 20, 32)}  # bytes a block, blocks
-BATCH = 32
+ROOT = Path(__file__).resolve().parents[2]
+REPEATS = 5
 
 
-def timed(work):
+def rate(total, work):
     start = time.perf_counter()
     work()
-    return time.perf_counter() - start
+    return total / 1e9 / (time.perf_counter() - start)
 
 
-def best(work):
-    return min(timed(work) for _ in range(REPEATS))
+def hicache(folder, values, targets):
+    from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
+
+    config = HiCacheStorageConfig(0, 1, 0, 1, 0, 1, False, False, False, "bench")
+    store = HiCacheFile(config, str(folder))
+
+    def write():
+        for n, value in enumerate(values):
+            assert store.set(f"k{n}", value)
+
+    def read():
+        for n in range(len(values)):
+            assert store.get(f"k{n}", targets[n % len(targets)]) is not None
+
+    return write, read
 
 
-def expect(found, status):
-    if {item if status in WriteStatus else item.status for item in found} != {status}:
-        raise SystemExit(f"unexpected result: {found}")
+def lmcache(folder, values, targets):
+    from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 
-
-def batches(requests):
-    return [requests[at : at + BATCH] for at in range(0, len(requests), BATCH)]
-
-
-def bench_shape(root, name, size, count):
-    noise = np.random.default_rng(0).integers(0, 256, size + count, np.uint8)
-    writes = [
-        WriteRequest(BlockHeader(block_key(n), size), [memoryview(noise[n : n + size])])
-        for n in range(count)
-    ]
-    memory = np.ones(size * BATCH, np.uint8)
-    runs = [memoryview(memory[n * size : (n + 1) * size]) for n in range(BATCH)]
-    reads = [ReadRequest(block_key(n), [runs[n % BATCH]]) for n in range(count)]
-    with LocalStore(root, min_free_bytes=0) as store:
-        seconds = timed(
-            lambda: [expect(store.write(batch), WriteStatus.STORED) for batch in batches(writes)]
-        )
-        read = best(lambda: [expect(store.read(batch), ReadStatus.OK) for batch in batches(reads)])
-        one = best(lambda: [expect(store.read([item]), ReadStatus.OK) for item in reads])
-        plain = best(lambda: plain_readinto(root, runs))
-    plain_seconds = timed(lambda: plain_write(root / "plain", writes))
-    total = size * count / 1e9
-    print(
-        f"{name:12} write {total / seconds:5.2f} GB/s   "
-        f"plain write {total / plain_seconds:5.2f} GB/s   read {total / read:5.2f} GB/s   "
-        f"one at a time {total / one:5.2f} GB/s   plain readinto {total / plain:5.2f} GB/s"
-    )
-
-
-def plain_write(folder, writes):
     folder.mkdir()
-    for number, request in enumerate(writes):
-        with (folder / str(number)).open("wb", buffering=0) as file:
-            file.write(request.payload[0])
+    backend = SimpleNamespace(os_disk_bs=4096, use_odirect=False, dict={})
+
+    def write():
+        for n, value in enumerate(values):
+            LocalDiskBackend.write_file(backend, memoryview(value.numpy()), folder / str(n))
+
+    def read():
+        for n in range(len(values)):
+            target = memoryview(targets[n % len(targets)].numpy())
+            LocalDiskBackend.read_file(backend, n, target, folder / str(n))
+
+    return write, read
 
 
-def plain_readinto(root, runs):
-    files = sorted(path for path in (root / "blocks").rglob("*.*"))
-    for position, path in enumerate(files):
-        with path.open("rb", buffering=0) as file:
-            file.seek(4096)
-            file.readinto(runs[position % BATCH])
+def inside(engine):
+    import torch
 
+    from kvstore_xfer.cli.bench_store import SHAPES, bench_shape
 
-def bench_exists(root):
-    with LocalStore(root, min_free_bytes=0) as store:
-        keys = [block_key(n) for n in range(10_000)]
-        for at in range(0, len(keys), 1000):
-            store.write(
-                [WriteRequest(BlockHeader(k, 1), [memoryview(b"x")]) for k in keys[at : at + 1000]]
-            )
-        for count in (128, 512):
-            asked = keys[1000 : 1000 + count]
-            times = [timed(lambda asked=asked: store.exists(asked)) for _ in range(200)]
-            print(
-                f"exists({count}): median {statistics.median(times) * 1e3:.3f} ms, "
-                f"worst {max(times) * 1e3:.3f} ms"
-            )
+    rival = {"sglang": hicache, "lmcache": lmcache}[engine]
+    for name, (size, count) in SHAPES.items():
+        with tempfile.TemporaryDirectory() as work:
+            ours = bench_shape(Path(work, "ours"), size, count)
+            values = [torch.randint(0, 256, (size,), dtype=torch.uint8) for _ in range(count)]
+            targets = [torch.ones(size, dtype=torch.uint8) for _ in range(32)]
+            write, read = rival(Path(work, "theirs"), values, targets)
+            written = rate(size * count, write)
+            fastest = max(rate(size * count, read) for _ in range(REPEATS))
+        print(
+            f"{name:6} {engine:8} write {written:5.2f} GB/s  read {fastest:5.2f} GB/s   "
+            f"ours: write {ours['write']:5.2f} GB/s  read {ours['read']:5.2f} GB/s   "
+            f"plain readinto {ours['plain readinto']:5.2f} GB/s",
+            flush=True,
+        )
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", nargs="?", help="a folder on the disk to measure")
-    folder = Path(tempfile.mkdtemp(dir=parser.parse_args().folder))
-    try:
-        bench_exists(folder / "exists")
-        for number, (name, (size, count)) in enumerate(SHAPES.items()):
-            bench_shape(folder / str(number), name, size, count)
-    finally:
-        shutil.rmtree(folder)
+    sys.path.insert(0, str(ROOT / "tests" / "engines"))
+    from environments import engine_python
+
+    for engine in ("sglang", "lmcache"):
+        env = os.environ | {"PYTHONPATH": str(ROOT), "LMCACHE_LOG_LEVEL": "WARNING"}
+        subprocess.run([engine_python(engine), __file__, engine], env=env, check=True)
 
 
 if __name__ == "__main__":
-    main()
+    inside(sys.argv[1]) if len(sys.argv) > 1 else main()
