@@ -1,3 +1,5 @@
+"""A pytest plug-in, not a conftest: outside LMCache's interpreter it could not be imported."""
+
 import pytest
 from toy import Toy
 
