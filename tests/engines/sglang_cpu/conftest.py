@@ -63,8 +63,9 @@ def manifest(family_mapper, tmp_path_factory):
 
     def make(store, *, models=MODELS, mapper=family_mapper.folder, query="", **pair):
         file = tmp_path_factory.mktemp("manifest") / "family.yaml"
-        # A sampled prompt is not converted, which these tests are about.
-        pair["policy"] = {"sampled_share": 0.0, **pair.get("policy", {})}
+        # These tests are about conversion: no prompt is sampled, or declined on a busy machine.
+        always = {"sampled_share": 0.0, "budget_seconds": 60.0}
+        pair["policy"] = {**always, **pair.get("policy", {})}
         entry = {"source": "small", "target": "large", "mapper": str(mapper), **pair}
         pairs = [entry] if {"small", "large"} <= models.keys() else []
         return write_manifest(file, f"local://{store}{query}", models, pairs)

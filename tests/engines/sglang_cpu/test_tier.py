@@ -81,7 +81,7 @@ def test_distributions_agree_within_the_interval_of_the_gate(engines, texts, fam
         before = engines.large.lookups()
         replies, mappeds = distributions(engines.large, prompts, starts)
         blocks = engines.large.lookups() - before
-        assert blocks["converted", "none"] + blocks["derived", "none"] == 10 * WHOLE
+        assert blocks["converted", "none"] + blocks["derived", "none"] == 10 * WHOLE, blocks
         assert {reply.from_storage for reply in replies} == {prefix}
         for native, mapped in zip(natives, mappeds, strict=True):
             assert native.shape == mapped.shape == (half, VOCABULARY)
