@@ -111,6 +111,12 @@ def test_one_version_of_our_images_is_named_everywhere():
 
 
 @pytest.mark.parametrize("file", ENGINES, ids=_engine)
+def test_what_the_build_imports_to_see_that_it_works_is_in_the_package(file):
+    (module,) = re.findall(r"; import ([\w.]+)\"", file.read_text())
+    assert module.partition(".")[0] in PROJECT["tool"]["setuptools"]["packages"]
+
+
+@pytest.mark.parametrize("file", ENGINES, ids=_engine)
 def test_the_build_context_holds_what_is_copied(file):
     ignore = (FOLDER / f"{file.name}.dockerignore").read_text().splitlines()
     assert ignore[0] == "*"
