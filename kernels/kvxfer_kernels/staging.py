@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvxfer_kernels.clock import Clock
 from kvxfer_kernels.map_blocks import Prepared, map_layers
 from kvxfer_kernels.paged import Paged
 from kvxfer_kernels.strip_keys import strip_keys
@@ -110,6 +111,7 @@ class Staging:
         self._groups = _plan(maps)
         self._streams = Streams(maps.device)
         self._slots: list[_Slot] = []
+        self.clock = Clock()
 
     def run(self, blocks: Sequence[Block]) -> None:
         """Fill the targets of all blocks; returns when they are filled."""
@@ -136,26 +138,28 @@ class Staging:
             prepared = self._prepare(sources, batch)
             keys, values = (_paged(component) for component in targets)
         for group in self._groups:
-            with streams.on(streams.copy_in):
+            with streams.on(streams.copy_in), self.clock.on("copy_in", streams.copy_in):
                 for lane in (*sources[0], *sources[1]):
                     lane.copy_in(group.sources)
             arrived = streams.record(streams.copy_in)
             with streams.on(streams.compute):
                 streams.wait(streams.compute, arrived)
-                if maps.strip_first and group.sources:
-                    strip_keys(
-                        prepared.keys,
-                        prepared.keys,
-                        maps.source_rotation,
-                        prepared.strip_table,
-                        group.stripped,
-                    )
-                map_layers(maps, prepared, keys, values, group.targets)
+                with self.clock.on("map", streams.compute):
+                    if maps.strip_first and group.sources:
+                        strip_keys(
+                            prepared.keys,
+                            prepared.keys,
+                            maps.source_rotation,
+                            prepared.strip_table,
+                            group.stripped,
+                        )
+                    map_layers(maps, prepared, keys, values, group.targets)
             mapped = streams.record(streams.compute)
             with streams.on(streams.copy_out):
                 streams.wait(streams.copy_out, mapped)
-                for lane in (*targets[0], *targets[1]):
-                    lane.copy_out(group.targets)
+                with self.clock.on("copy_out", streams.copy_out):
+                    for lane in (*targets[0], *targets[1]):
+                        lane.copy_out(group.targets)
         slot.started(streams.record(streams.copy_out))
 
     def _prepare(self, sources: list[list[_Lane]], batch: list[Block]) -> Prepared:

@@ -6,6 +6,7 @@ device are read and written where they are.
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,11 +27,15 @@ from kvxfer_kernels.staging import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvstore_xfer.blocks.page import KvPage
     from kvstore_xfer.mapper.maps import Mapper
     from kvstore_xfer.rope.spec import RopeSpec
+
+
+def _nobody(stage: str, seconds: float, size: int) -> None:
+    pass
 
 
 class TritonConverter:
@@ -51,6 +56,10 @@ class TritonConverter:
     Raises ValueError when a head width is outside 32..256, the budget too small for one token, or
     a model's RoPE is not supported; TypeError for another dtype.
     """
+
+    # Called with a stage (copy_in, map, copy_out), the seconds on its own stream, and the bytes;
+    # whoever wants to know replaces it.
+    observe: Callable[[str, float, int], None] = staticmethod(_nobody)
 
     def __init__(
         self,
@@ -75,6 +84,7 @@ class TritonConverter:
         )
         self._staging = Staging(self._maps, dtype, mapper.source.layers, budget)
         self._streams = Streams(self._device)
+        self._lock = threading.Lock()  # the staging memory is one
 
     @property
     def device_bytes(self) -> int:
@@ -91,16 +101,22 @@ class TritonConverter:
             for source, first, target in zip(sources, first_tokens, targets, strict=True)
         ]
         pages = (*sources, *targets)
-        if all(page.keys.device == page.values.device == self._device for page in pages):
-            self._convert_in_place(blocks)
-        else:
-            self._staging.run(blocks)
+        with self._lock:
+            if all(page.keys.device == page.values.device == self._device for page in pages):
+                self._convert_in_place(blocks)
+            else:
+                self._staging.run(blocks)
+            taken = self._staging.clock.take()
+        read, made = (sum(p.shape.payload_bytes for p in side) for side in (sources, targets))
+        for stage, seconds in taken.items():
+            self.observe(stage, seconds, read if stage == "copy_in" else made)
 
     def _convert_in_place(self, blocks: list[Block]) -> None:
         """Pages on the device; the caller's stream, which may still write them, goes first."""
         streams = self._streams
         streams.follow_caller()
-        with streams.on(streams.compute):
+        clock = self._staging.clock
+        with streams.on(streams.compute), clock.on("map", streams.compute):
             for batch in batches(blocks, self._staging.capacity):
                 keys, values = _components([block.sources for block in batch])
                 key_targets, value_targets = _components([block.targets for block in batch])

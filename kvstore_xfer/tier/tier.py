@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
@@ -31,7 +30,7 @@ from kvstore_xfer import metrics
 from kvstore_xfer.blocks.header import BlockHeader, Provenance
 from kvstore_xfer.blocks.key import FORMAT, NATIVE, UNPLACED, BlockKey
 from kvstore_xfer.blocks.page import KvPage, byte_view
-from kvstore_xfer.outcome import SERVED, Outcome, Reason
+from kvstore_xfer.outcome import Outcome, Reason
 from kvstore_xfer.store.base import ReadRequest, WriteRequest, WriteStatus
 from kvstore_xfer.tier.background import BackgroundWriter
 from kvstore_xfer.tier.plan import BlockPlan, Planner, after_gap, own_after_gap, still_allowed
@@ -42,7 +41,7 @@ from kvstore_xfer.tier.watch import Watcher
 from kvstore_xfer.tracing import span
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvstore_xfer.blocks.identity import Identity
     from kvstore_xfer.blocks.key import Shard
@@ -107,6 +106,10 @@ class Tier:
             self._sources,
             self._switch_off,
         )
+        for pair in self.pairs:
+            converter = pair.converter
+            if converter is not None and hasattr(converter, "observe"):
+                converter.observe = self._stages.observe
         self._at_close: list[Callable[[], None]] = []
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="kvxfer-read-ahead")
         fitting = _QUEUE_BYTES // max(1, shape.payload_bytes)
@@ -367,8 +370,7 @@ class Tier:
             return []
         run = KvPage.empty_run(self.shape, len(members))
         try:
-            with self._stages.timed("map", len(members) * self.shape.payload_bytes):
-                pair.converter.convert([source.page], [source.first], [run])
+            self._stages.convert(pair.converter, source.page, source.first, run)
         except Exception:  # noqa: BLE001 - nothing may raise into an engine
             self._failed("convert")
             return [(i, BlockResult(Outcome.DECLINED, Reason.CONVERSION_ERROR)) for i in members]
@@ -452,16 +454,12 @@ class Tier:
         self, plans: Sequence[BlockPlan], results: Sequence[BlockResult], seconds: float
     ) -> None:
         tokens = self.identity.block_tokens
-        blocks = Counter(
-            (plan.origin, result.outcome, result.reason)
-            for plan, result in zip(plans, results, strict=True)
-        )
         served = 0
-        for (origin, outcome, reason), count in blocks.items():
-            labels = (self.name, *origin, outcome.value, reason.value)
+        for (plan, result), count in _runs(plans, results):
+            labels = (self.name, *plan.origin, result.outcome.value, result.reason.value)
             metrics.LOOKUP_BLOCKS.labels(*labels).inc(count)
             metrics.LOOKUP_TOKENS.labels(*labels).inc(count * tokens)
-            served += count if outcome in SERVED else 0
+            served += count if result.served else 0
         if served:
             self._stages.observe("serve", seconds, served * self.shape.payload_bytes)
             if self._prefill_rate:
@@ -481,6 +479,23 @@ def _until_gap(results: list[BlockResult]) -> list[BlockResult]:
     end = next((i for i, result in enumerate(results) if not result.served), len(results))
     gap = BlockResult(Outcome.MISSED, Reason.AFTER_GAP)
     return [r if i <= end or not r.served else gap for i, r in enumerate(results)]
+
+
+def _runs(
+    plans: Sequence[BlockPlan], results: Sequence[BlockResult]
+) -> Iterator[tuple[tuple[BlockPlan, BlockResult], int]]:
+    """Runs of blocks that are counted alike, as their first block and how many; a prompt has few."""
+    first, count = 0, len(results)
+    for i in range(1, count + 1) if count else ():
+        if (
+            i < count
+            and results[i].outcome is results[first].outcome
+            and results[i].reason is results[first].reason
+            and plans[i].sibling is plans[first].sibling
+        ):
+            continue
+        yield (plans[first], results[first]), i - first
+        first = i
 
 
 def _within(future: Future[SourceBlocks], deadline: float) -> SourceBlocks | None:

@@ -141,6 +141,9 @@ class Watcher:
         if not watched:
             return
         keys = [self._off_key(pair) for pair in watched]
+        if not self._off.intersection(keys) and not any(self._store.exists(keys)):
+            return
+        # Reading, unlike asking, counts as a use: a record in use is not evicted.
         for pair, key, found in zip(
             watched, keys, self._store.read([ReadRequest(key) for key in keys]), strict=True
         ):
