@@ -484,7 +484,7 @@ def _until_gap(results: list[BlockResult]) -> list[BlockResult]:
 def _runs(
     plans: Sequence[BlockPlan], results: Sequence[BlockResult]
 ) -> Iterator[tuple[tuple[BlockPlan, BlockResult], int]]:
-    """Runs of blocks that are counted alike, as their first block and how many; a prompt has few."""
+    """Runs of blocks that are counted alike: the first block of each, and how many they are."""
     first, count = 0, len(results)
     for i in range(1, count + 1) if count else ():
         if (

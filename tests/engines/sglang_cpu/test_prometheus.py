@@ -129,7 +129,9 @@ def own_port(watched_mapper, tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
     file = folder / "family.yaml"
     pair = {"source": "small", "target": "large", "mapper": str(watched_mapper.folder)}
-    write_manifest(file, f"local://{folder}/store?min_free=0", MODELS, [pair])
+    # Two levels, of which the first is too small: blocks move between them.
+    levels = f"local://{folder}/near?min_free=0&max_size=3MiB|local://{folder}/far?min_free=0"
+    write_manifest(file, levels, MODELS, [pair])
     file.write_text(file.read_text() + f"metrics: {{port: {free_port()}}}\n")
     paths = [REPOSITORY, REPOSITORY / "kernels", REPOSITORY / "integrations"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
