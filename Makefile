@@ -44,6 +44,7 @@ dashboards: $(READY)  ## everything generated: dashboards, and the table of metr
 bench: $(READY)
 	$(BIN)/kvxfer bench store
 	$(BIN)/python tests/bench/bench_store.py
+	$(BIN)/python tests/bench/bench_observe.py
 	$(BIN)/python tests/bench/bench_fit_memory.py
 
 fuzz: $(READY)  ## ten minutes of hostile bytes for decoder, manifest, URL and index

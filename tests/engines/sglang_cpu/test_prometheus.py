@@ -199,11 +199,12 @@ def _everything_happens(engines, mapper, manifest, texts, store):
     query = "?max_size=9MiB&min_free=0"
     again = manifest(store, query=query, mapper=mapper.folder, policy=strict)
     engines.large.attach(again)
-    for prompt in texts(PROMPTS + 12)[PROMPTS:]:
+    later = texts(PROMPTS + 12)[PROMPTS:]
+    for prompt in later:
         engines.small.ask_and_store(prompt)
         engines.large.ask_and_store(prompt)
     damage_blocks(store)
-    for prompt in prompts[-8:]:
+    for prompt in later[-3:]:  # older ones are evicted
         engines.small.fresh(prompt)
         engines.large.fresh(prompt)
 
