@@ -124,6 +124,7 @@ class Watcher:
         self._lock = threading.Lock()
         self._retention: dict[str, Retention] = {}
         self._off: set[str] = set()
+        self._known: tuple[Sequence[Pair], list[Pair], list[str]] = ((), [], [])
         self._jobs = BackgroundWriter(_QUEUED_RUNS)
 
     def close(self) -> None:
@@ -137,10 +138,12 @@ class Watcher:
 
     def check_off(self, pairs: Sequence[Pair]) -> None:
         """Turn off the pairs that the store says are off; keep their records in use there."""
-        watched = [pair for pair in pairs if pair.watch is not None]
+        if pairs is not self._known[0]:
+            known = [pair for pair in pairs if pair.watch is not None]
+            self._known = (pairs, known, [self._off_key(pair) for pair in known])
+        _, watched, keys = self._known
         if not watched:
             return
-        keys = [self._off_key(pair) for pair in watched]
         if not self._off.intersection(keys) and not any(self._store.exists(keys)):
             return
         # Reading, unlike asking, counts as a use: a record in use is not evicted.
