@@ -572,6 +572,20 @@ def test_a_disk_that_is_really_full(small_disk, monkeypatch):
         assert put(store, block_key(99), block_bytes(99, 150_000)) is WriteStatus.STORED
 
 
+def test_a_store_that_another_process_makes_meanwhile_is_used(tmp_path, monkeypatch):
+    """Two engines that start over one empty folder: both have seen it without a format."""
+    listdir = os.listdir
+
+    def after_another(folder):
+        monkeypatch.setattr(os, "listdir", listdir)
+        Layout(tmp_path).prepare()
+        return listdir(folder)
+
+    monkeypatch.setattr(os, "listdir", after_another)
+    with LocalStore(tmp_path, min_free_bytes=0) as store:
+        assert fill_store(store, [1]) == [WriteStatus.STORED]
+
+
 def test_a_full_disk_is_refused_when_opening(small_disk):
     with contextlib.suppress(OSError), (small_disk / "lost+found").open("wb") as filler:
         while True:

@@ -136,7 +136,8 @@ class Layout:
         if self._format.exists():
             return
         foreign = sorted(set(os.listdir(self.root)) - _OWN - {"format.new"})
-        if foreign:
+        # Looked at again: another process may have made the store since, its format first.
+        if foreign and not self._format.exists():
             raise StoreError(
                 f"store {self.root}: the folder holds other files ({foreign[0]}) and no store "
                 "format; choose an empty folder"
