@@ -109,6 +109,12 @@ class LoadedModel:
         """Logits ``[T, vocab]`` of `tokens` after the tokens of `page` (a `gate.arms.Runner`)."""
         return self.read(tokens, DynamicCache() if page is None else cache_of_page(page))
 
+    def extend(self, page: KvPage | None, tokens: Sequence[int]) -> tuple[KvPage, torch.Tensor]:
+        """Cache of `tokens` alone, read after `page`, and their logits (`gate.handoff.Speaker`)."""
+        cache = DynamicCache() if page is None else cache_of_page(page)
+        logits = self.read(tokens, cache)
+        return page_of_cache(cache, 0 if page is None else page.keys.shape[1]), logits
+
     def attention_after(self, page: KvPage | None, tokens: Sequence[int]) -> torch.Tensor:
         """Outputs of all attention modules, ``[L, T, hidden]`` (a `gate.arms.Runner`).
 

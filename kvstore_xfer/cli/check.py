@@ -21,27 +21,23 @@ from kvstore_xfer.cli.common import (
 )
 from kvstore_xfer.errors import ConfigError
 from kvstore_xfer.family import GateEntry, gate_of, load_family, thresholds_of
+from kvstore_xfer.gate.arms import ARM_NAMES
 from kvstore_xfer.gate.check import check
-from kvstore_xfer.gate.lengths import CALIBRATION, LENGTHS, cut_lengths
+from kvstore_xfer.gate.lengths import CALIBRATION, LENGTHS, Length, cut_lengths
 from kvstore_xfer.gate.tasks import read_tasks
 from kvstore_xfer.gate.watch import make_watch, save_watch
 from kvstore_xfer.mapper.artifact import load, record_gate
 from kvstore_xfer.mapper.convert_select import make_converter
+from kvstore_xfer.report.page import require_report, write_report
 from kvxfer_transformers.model import load_model
 from kvxfer_transformers.queries import capture_queries
 
 if TYPE_CHECKING:
     from kvstore_xfer.gate.record import GateRecord
+    from kvstore_xfer.mapper.artifact import Artifact
+    from kvxfer_transformers.model import LoadedModel
 
 EXIT_REJECTED = 3
-ARM_NAMES = {
-    "native": "target, own cache",
-    "identity": "target, own cache through a store",
-    "mapped": "mapped from the source",
-    "wrong": "mapped from a wrong document",
-    "none": "target, no context",
-    "source": "source alone",
-}
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -80,12 +76,17 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--family", type=Path, metavar="FILE", help="family manifest with thresholds for this pair"
     )
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE", help="also write a page, .html (extra: report)"
+    )
     parser.add_argument("--json", action="store_true", help="print the record as JSON")
     add_model_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.report:
+        require_report(options.report)
     artifact = load(options.mapper)
     gate = GateEntry() if options.family is None else _gate_entry(options.family, options.mapper)
     fitted = int(artifact.fit["calibration"]["tokens_per_sequence"])
@@ -127,23 +128,33 @@ def run(options: argparse.Namespace) -> int:
     if record.concerns_mapper:
         record_gate(options.mapper, record.dtype, record.to_json())
     if record.accepted:
-        with progress("relating it to retention") as update:
-            watch = make_watch(
-                artifact.mapper.digest,
-                source,
-                target,
-                make_converter(artifact.mapper, target.dtype, "cpu"),
-                partial(capture_queries, target),
-                lengths[0].passages,
-                prefix,
-                update,
-            )
-        save_watch(options.mapper, record.dtype, watch)
+        _keep_watch(options.mapper, artifact, (source, target), lengths[0])
+    if options.report:
+        write_report(options.report, artifact, record)
     if options.json:
         sys.stdout.write(json.dumps(record.to_json(), indent=2) + "\n")
     else:
         print_record(record, Console())
     return 0 if record.accepted else EXIT_REJECTED
+
+
+def _keep_watch(
+    folder: Path, artifact: Artifact, models: tuple[LoadedModel, LoadedModel], length: Length
+) -> None:
+    """What a running tier needs to relate what it sees to retention."""
+    source, target = models
+    with progress("relating it to retention") as update:
+        watch = make_watch(
+            artifact.mapper.digest,
+            source,
+            target,
+            make_converter(artifact.mapper, target.dtype, "cpu"),
+            partial(capture_queries, target),
+            length.passages,
+            length.prefix_tokens,
+            update,
+        )
+    save_watch(folder, str(target.dtype).removeprefix("torch."), watch)
 
 
 def length_names(text: str) -> list[str]:

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 # A subcommand's module is imported only when it is asked for: `kvxfer store` needs no models.
 _COMMANDS = {
     "describe": "what a model is, and whether its cache can be converted",
+    "predict": "before a fit: is a pair likely to pass the check, and with which method",
     "fit": "fit the mapper of one ordered pair from two models and a text",
     "check": "measure a mapper on held-out text and decide whether it may serve",
+    "eval": "benchmarks from mapped caches, and hand-offs back and forth",
     "family": "validate a family manifest",
     "store": "look into a block store",
     "doctor": "what works here and what does not, with the remedy",

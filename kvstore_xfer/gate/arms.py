@@ -38,7 +38,15 @@ if TYPE_CHECKING:
     from kvstore_xfer.models.description import ModelDescription
     from kvstore_xfer.store.base import BlockStore
 
-ARMS = ("native", "identity", "mapped", "wrong", "none", "source")
+ARM_NAMES = {
+    "native": "target, own cache",
+    "identity": "target, own cache through a store",
+    "mapped": "mapped from the source",
+    "wrong": "mapped from a wrong document",
+    "none": "target, no context",
+    "source": "source alone",
+}
+ARMS = tuple(ARM_NAMES)
 
 
 class Runner(Protocol):
@@ -139,12 +147,14 @@ def _note_difference(result: ArmScores, identity: torch.Tensor, native: torch.Te
         result.identity_max_abs_diff = difference if difference >= 0 else math.inf
 
 
-def converted(converter: Converter, source: KvPage, target: ModelDescription) -> KvPage:
-    """The whole cache of `target`, converted on the CPU, wherever the models run."""
+def converted(
+    converter: Converter, source: KvPage, target: ModelDescription, first_token: int = 0
+) -> KvPage:
+    """Tokens from `first_token` on, converted for `target` on the CPU, wherever the models run."""
     tokens, device = source.keys.shape[1], source.keys.device
     widths = (target.kv_heads, target.key_dim, target.value_dim)
     page = KvPage.empty(KvShape(target.layers, tokens, *widths, source.keys.dtype))
-    converter.convert([KvPage(source.keys.cpu(), source.values.cpu())], [0], [page])
+    converter.convert([KvPage(source.keys.cpu(), source.values.cpu())], [first_token], [page])
     return KvPage(page.keys.to(device), page.values.to(device))
 
 

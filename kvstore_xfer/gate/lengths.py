@@ -89,7 +89,7 @@ def cannot_use(source: Runner, target: Runner, length: Length) -> str:
 
 def _prefix(name: str, prefix: int, tail: int) -> int:
     if name == SHORT:
-        return min(SHORT_PREFIX, prefix)
+        return min(SHORT_PREFIX, prefix - 1)  # as short as the calibration's: nothing new
     return _MULTIPLES[name] * (prefix + tail) - tail
 
 
@@ -97,6 +97,8 @@ def _cut(
     path: Path, tokenize: Tokenize, name: str, prefix: int, tail: int, count: int, longest: int
 ) -> Length:
     total = prefix + tail
+    if name == SHORT and prefix < SHORT_PREFIX:
+        return Length(name, prefix, skipped=f"the calibration length's {prefix} tokens are short")
     if name != CALIBRATION and longest and total > longest:
         return Length(name, prefix, skipped=f"{total} tokens are more than the models' {longest}")
     try:

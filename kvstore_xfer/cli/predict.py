@@ -1,0 +1,92 @@
+"""`kvxfer predict`: before a fit, is this pair likely to pass the gate, and with which method."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from kvstore_xfer.cli.common import (
+    add_model_options,
+    positive_int,
+    progress,
+    torch_device,
+    torch_dtype,
+)
+from kvstore_xfer.fit.text import cut_sequences
+from kvstore_xfer.gate.predict import LIKELY, PLANNED_SEQUENCES, Forecast, predict
+from kvxfer_transformers.model import load_model
+
+if TYPE_CHECKING:
+    import argparse
+
+EXIT_UNLIKELY = 3
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "predict",
+        help="before a fit: is this pair likely to pass the check, and with which method",
+        description="Exit code 0: likely, 3: unlikely. Nothing is written.",
+    )
+    parser.add_argument("--source", required=True, help="model folder or hub id to read from")
+    parser.add_argument("--target", required=True, help="model folder or hub id to write for")
+    parser.add_argument("--text", required=True, type=Path, help=".txt, .jsonl or .parquet file")
+    parser.add_argument("--sequences", type=positive_int, default=48, help="default: 48")
+    parser.add_argument(
+        "--sequence-tokens", type=positive_int, default=1024, help="tokens each (default: 1024)"
+    )
+    parser.add_argument(
+        "--planned",
+        type=positive_int,
+        default=PLANNED_SEQUENCES,
+        help=f"sequences that the real fit will have (default: {PLANNED_SEQUENCES})",
+    )
+    parser.add_argument("--json", action="store_true", help="print the forecast as JSON")
+    add_model_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    device = torch_device(options.device)
+    target = load_model(options.target, dtype=torch_dtype(options.dtype), device=device)
+    source = load_model(options.source, dtype=target.dtype, device=device)
+    sequences = cut_sequences(
+        options.text, source.tokenize, tokens=options.sequence_tokens, count=options.sequences
+    )
+    started = time.perf_counter()
+    with progress("trying methods") as update:
+        forecast = predict(
+            source, target, sequences, planned=options.planned, device=device, progress=update
+        )
+    if options.json:
+        sys.stdout.write(json.dumps(forecast.to_json(), indent=2) + "\n")
+    else:
+        _print(forecast, time.perf_counter() - started, Console())
+    return 0 if forecast.verdict == LIKELY else EXIT_UNLIKELY
+
+
+def _print(forecast: Forecast, seconds: float, console: Console) -> None:
+    against = f": {forecast.reason}" if forecast.reason else ""
+    method = f", with {forecast.method}" if forecast.verdict == LIKELY else ""
+    console.print(f"{forecast.verdict.upper()} to pass{method}{against}", highlight=False)
+    if not forecast.methods:
+        return
+    table = Table(
+        "method", "k", "parameters", "KL here", "KL expected", "top-1", "cosine", "worst layer"
+    )
+    for m in forecast.methods:
+        figures = (m.kl, m.expected_kl, m.top1, m.cosine, m.worst_cosine)
+        cells = (f"{figure:.4f}" for figure in figures)
+        table.add_row(m.method, str(m.layers), f"{m.parameters:,}", *cells)
+    console.print(table)
+    controls = ", ".join(f"{arm} {kl:.4f}" for arm, kl in forecast.controls)
+    console.print(
+        f"KL of the controls: {controls}; {forecast.sequences} sequences, {seconds:.0f} s",
+        highlight=False,
+    )

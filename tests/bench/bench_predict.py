@@ -1,0 +1,96 @@
+"""Prints the table of docs/predict.md: the forecast beside the gate's verdict, for all pairs.
+
+The bed is every ordered pair of the shipped small and large model, a fine-tune of small, an
+unrelated model of the same tokenizer, large with scrambled tokens, and large untrained.
+
+python tests/bench/bench_predict.py
+"""
+
+import itertools
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from models import FAMILY, fine_tune, from_scratch, scrambled, untrained
+
+from kvstore_xfer.fit.accumulate import FitOptions
+from kvstore_xfer.fit.run import Side, fit
+from kvstore_xfer.fit.text import cut_sequences
+from kvstore_xfer.gate.check import check
+from kvstore_xfer.gate.predict import LIKELY, METHODS, predict
+from kvxfer_transformers.model import load_model
+
+TOKENS, SEQUENCES, TRIAL, PASSAGES = 128, 120, 36, 20
+PREFIX = TOKENS * 3 // 4
+
+
+def bed(work: Path) -> dict:
+    paths = {
+        "small": FAMILY / "small",
+        "large": FAMILY / "large",
+        "tuned": fine_tune(FAMILY / "small", work / "tuned"),
+        "unrelated": from_scratch(FAMILY / "small", work / "unrelated"),
+        "scrambled": scrambled(FAMILY / "large", work / "scrambled"),
+        "untrained": untrained(FAMILY / "large", work / "untrained"),
+    }
+    return {name: load_model(path, dtype=torch.float32) for name, path in paths.items()}
+
+
+def gate(source, target, passages, work: Path):
+    """The records of real fits, smallest method first, up to the first that is accepted."""
+    text = FAMILY / "text" / "calibration.jsonl"
+    sequences = cut_sequences(text, source.tokenize, tokens=TOKENS, count=SEQUENCES)
+    records = []
+    for method in METHODS:
+        sides = (Side(model.description, model.capture) for model in (source, target))
+        artifact = fit(*sides, sequences, work / "mapper", FitOptions(method, ridge=1e-3))
+        records.append((method.value, check(artifact, source, target, passages, PREFIX)))
+        if records[-1][1].accepted:
+            break
+    return records
+
+
+def row(names, models, passages, work: Path) -> bool:
+    source, target = (models[name] for name in names)
+    text = FAMILY / "text" / "calibration.jsonl"
+    few = cut_sequences(text, source.tokenize, tokens=TOKENS, count=TRIAL)
+    started = time.perf_counter()
+    forecast = predict(source, target, few, planned=SEQUENCES)
+    seconds = time.perf_counter() - started
+    records = gate(source, target, passages, work)
+    method, last = records[-1]
+    best = min(forecast.methods, key=lambda m: m.expected_kl, default=None)
+    right = (forecast.verdict == LIKELY) == last.accepted
+    said = f"{forecast.verdict}, {forecast.method}" if forecast.verdict == LIKELY else "unlikely"
+    found = f"accepted, {method}" if last.accepted else f"rejected: {last.reason.split(':')[0]}"
+    expected = "" if best is None else f"{best.expected_kl:.4f}"
+    measured = f"{last.arms['mapped']['kl']['mean']:.4f}" if last.arms else ""
+    print(
+        f"| {names[0]} -> {names[1]} | {said} | {expected} | {found} | {measured} "
+        f"| {'yes' if right else 'NO'} | {seconds:.0f} |",
+        flush=True,
+    )
+    return right
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        models = bed(work)
+        passages = cut_sequences(
+            FAMILY / "text" / "heldout.jsonl",
+            models["small"].tokenize,
+            tokens=TOKENS,
+            count=PASSAGES,
+        )
+        print("| pair | forecast | KL expected | gate | KL | right | s |")
+        print("|---|---|---|---|---|---|---|")
+        pairs = list(itertools.permutations(models, 2))
+        right = sum(row(names, models, passages, work) for names in pairs)
+    print(f"\n{right} of {len(pairs)} forecasts are the gate's verdict")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""The forecast before a fit: right on the trained pair, and on pairs that cannot pass."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvstore_xfer.errors import TextError
+from kvstore_xfer.fit.text import cut_sequences
+from kvstore_xfer.gate.predict import _failure, _Measured, predict
+from kvstore_xfer.gate.record import Thresholds
+
+
+@pytest.fixture(scope="module")
+def sequences(family_models):
+    text, tokenize = family_models.calibration, family_models.source.tokenize
+    return cut_sequences(text, tokenize, tokens=128, count=40)
+
+
+def test_the_trained_pair_is_likely_to_pass(family_models, sequences):
+    forecast = predict(family_models.source, family_models.target, sequences, planned=300)
+    assert (forecast.verdict, forecast.reason) == ("likely", "")
+    methods = {m.method: m for m in forecast.methods}
+    assert set(methods) == {"head-local", "full-head"}
+    assert forecast.method == "head-local"
+    for method in methods.values():
+        assert method.kl / 2 <= method.expected_kl <= method.kl
+        assert method.worst_cosine <= method.cosine < 1
+    assert dict(forecast.controls).keys() == {"wrong", "none", "source"}
+
+
+def test_a_target_that_shares_nothing_with_its_source_is_unlikely(family_models, sequences):
+    """The same weights behind another numbering of the tokens: the caches have nothing in common
+    that a linear map of few inputs could find."""
+    target = family_models.target
+    order = torch.randperm(2048, generator=torch.Generator().manual_seed(0))
+
+    def scrambled(tokens):
+        return order[torch.tensor(list(tokens))].tolist()
+
+    other = SimpleNamespace(
+        description=target.description,
+        dtype=target.dtype,
+        capture=lambda tokens: target.capture(scrambled(tokens)),
+        read_after=lambda page, tokens: target.read_after(page, scrambled(tokens)),
+        attention_after=lambda page, tokens: target.attention_after(page, scrambled(tokens)),
+    )
+    forecast = predict(family_models.source, other, sequences)
+    assert forecast.verdict == "unlikely"
+    assert forecast.reason
+
+
+def test_what_no_fit_can_mend_is_said_at_once(family_models, sequences):
+    stranger = replace(family_models.target.description, tokenizer_digest="another")
+    forecast = predict(
+        family_models.source, replace(family_models.target, description=stranger), sequences
+    )
+    assert (forecast.verdict, forecast.methods) == ("unlikely", ())
+    assert forecast.reason.startswith("pair: ")
+
+
+def test_too_little_text_is_asked_for(family_models, sequences):
+    with pytest.raises(TextError, match="a forecast needs 16 to fit on"):
+        predict(family_models.source, family_models.target, sequences[:8])
+
+
+def measured(kl, cosine):
+    def point(value):
+        return {"mean": value, "low": 0.0, "high": 99.0}
+
+    arms = {
+        arm: {"loss": point(3.0), "kl": point(k), "top1": point(0.9)}
+        for arm, k in (("native", 0.0), ("mapped", kl), ("wrong", 0.2), ("none", 0.2))
+    }
+    arms["source"] = arms["none"]
+    shares = {arm: point(kl / 0.2) for arm in ("wrong", "none", "source")}
+    figures = {"arms": arms, "kl_share": shares, "perplexity_ratio": point(1.0)}
+    attention = {"worst_layer": 0, "mean": point(cosine), "by_layer": [point(cosine)]}
+    return _Measured(1, 1, figures, attention, None)
+
+
+@pytest.mark.parametrize(
+    ("kl", "cosine", "scale", "reason"),
+    [
+        (0.05, 0.95, 1.0, ""),
+        (0.12, 0.95, 1.0, "kl_share.wrong"),
+        (0.12, 0.95, 0.6, ""),
+        (0.05, 0.85, 1.0, "attention.mean"),
+        (0.05, 0.85, 0.6, ""),
+    ],
+)
+def test_means_are_held_against_the_gates_thresholds(kl, cosine, scale, reason):
+    found = _failure(measured(kl, cosine), scale, Thresholds())
+    assert found.startswith(reason)
+    assert bool(found) == bool(reason)
