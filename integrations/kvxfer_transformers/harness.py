@@ -221,7 +221,6 @@ def _run(
             limit=limit,
             num_fewshot=few_shot,
             bootstrap_iters=0,
-            verbosity="ERROR",
         )
     except (OSError, ConnectionError, ValueError) as error:
         cause = (str(error).splitlines() or [type(error).__name__])[0]

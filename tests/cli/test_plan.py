@@ -24,14 +24,14 @@ SWITCH = {
 def plan(tmp_path, family_mapper, capsys):
     """Runs the command; returns its JSON, or its error line."""
 
-    def call(switch=SWITCH, mapper=family_mapper.folder, policy=None, **traffic):
+    def call(switch=SWITCH, mapper=family_mapper.folder, policy=None, gate=None, **traffic):
         manifest, file = tmp_path / "family.yaml", tmp_path / "traffic.yaml"
         pair = {"source": "small", "target": "large", "mapper": str(mapper)}
         family = {
             "family": "test",
             "store": "local:store",
             "models": {name: {"path": name} for name in ("small", "large")},
-            "pairs": [{**pair, "policy": policy or {}}],
+            "pairs": [{**pair, "policy": policy or {}, "gate": gate or {}}],
         }
         manifest.write_text(yaml.safe_dump(family))
         file.write_text(yaml.safe_dump({"switches": [switch], **traffic}))
@@ -66,6 +66,12 @@ def test_pairs_not_to_enable(plan, family_mapper, tmp_path):
     row = plan(mapper=tmp_path / "unchecked")
     assert (row["enable"], row["saving"]) == (False, None)
     assert "kvxfer check" in row["why"]
+
+
+def test_the_manifests_own_gate_is_asked_too(plan):
+    row = plan(gate={"max_kl_share": 0.001})
+    assert (row["enable"], row["saving"]) == (False, None)
+    assert row["why"].startswith("the manifest's gate refuses it: kl_share.wrong: ")
 
 
 def test_a_rejected_mapper_says_the_gates_reason(plan, family_mapper, tmp_path):

@@ -46,19 +46,11 @@ def task_folder(family_mapper, tmp_path_factory):
             )
         data = folder / "data.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        choice = 'doc_to_choice: "{{choices}}"\ndoc_to_target: answer\nmetric_list: [{metric: acc}]'
-        loglik = (
-            'doc_to_target: "{{text}}"\nmetric_list: [{metric: word_perplexity}]\n'
-            "process_results: !function words.process"
-        )
+        choice = "doc_to_choice: choices\ndoc_to_target: answer\nmetric_list: [{metric: acc}]"
+        loglik = 'doc_to_target: "{{text}}"\nmetric_list: [{metric: word_perplexity}]'
         generate = (
             'doc_to_target: "{{question}}"\ngeneration_kwargs: {until: ["\\n"], max_gen_toks: 4}\n'
             "metric_list: [{metric: exact_match}]"
-        )
-        (folder / "words.py").write_text(
-            "def process(doc, results):\n"
-            "    (loglikelihood,) = results\n"
-            "    return {'word_perplexity': (loglikelihood, len(doc['text'].split()))}\n"
         )
         for name, kind, more in (
             ("follows", "multiple_choice", choice),
@@ -143,7 +135,8 @@ def test_the_published_table_for_both_directions(
     arguments += ["--turns", str(f.heldout), "--handoffs", "3", "--turn-tokens", "16"]
     capsys.readouterr()
     assert main([*arguments, "--conversations", "4"]) == 0
-    told = json.loads(capsys.readouterr().out.partition("\n{")[2].join(["{", ""]))
+    output = capsys.readouterr().out
+    told = json.loads(output[output.index('{\n  "tasks"') :])
     rows = {(row["source"], row["task"]): row for row in told["tasks"]}
     assert len(rows) == 6
     follows = rows[f.source.description.name, "follows"]
