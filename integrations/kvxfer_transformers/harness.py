@@ -195,24 +195,24 @@ def evaluate(
 
     Raises ConfigError when a task is unknown or its data cannot be had.
     """
+    manager = TaskManager(include_path=None if include is None else str(include))
+    unknown = [name for name in tasks if name not in manager.all_tasks]
+    if unknown:
+        raise ConfigError(f"--tasks: the harness has no {unknown[0]!r}; --include names a folder")
     results = {}
     for arm in ARMS:
         model = CachedModel(arm, source, target, converter, boundary)
-        results[arm] = _run(model, tasks, include, limit, few_shot)
+        results[arm] = _run(model, tasks, manager, limit, few_shot)
     return [_row(name, results) for name in results["native"]["results"]]
 
 
 def _run(
     model: CachedModel,
     tasks: Sequence[str],
-    include: Path | None,
+    manager: TaskManager,
     limit: int | None,
     few_shot: int | None,
 ) -> dict[str, Any]:
-    manager = TaskManager(include_path=None if include is None else str(include))
-    unknown = [name for name in tasks if name not in manager.all_tasks]
-    if unknown:
-        raise ConfigError(f"--tasks: the harness has no {unknown[0]!r}; --include names a folder")
     try:
         found: dict[str, Any] = simple_evaluate(
             model=model,

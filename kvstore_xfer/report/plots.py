@@ -118,7 +118,9 @@ def heat_maps(
         for place, (name, rows) in enumerate(maps.items(), start=1):
             axes = figure.add_subplot(1, len(maps), place)
             axes.grid(visible=False)
-            image = axes.imshow(rows, cmap="cividis", vmin=0, vmax=1, aspect="auto")
+            sizes = (range(len(rows[0])), range(len(rows)))
+            image = axes.pcolormesh(*sizes, rows, cmap="cividis", vmin=0, vmax=1, shading="nearest")
+            axes.invert_yaxis()
             marks = [(s, t) for t, chosen in enumerate(used[name]) for s in chosen]
             axes.scatter(
                 [s for s, _ in marks],

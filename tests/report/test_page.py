@@ -26,7 +26,8 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         for name, value in attributes:
-            outside = name in ("src", "href", "xlink:href") and not (value or "").startswith("#")
+            inside = (value or "").startswith(("#", "data:"))
+            outside = name in ("src", "href", "xlink:href") and not inside
             if outside or tag in ("script", "link", "iframe"):
                 self.loads.append((tag, name, value))
         if tag not in self.VOID:
