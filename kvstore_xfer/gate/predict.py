@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 LIKELY = "likely"
 UNLIKELY = "unlikely"
-METHODS = (Method.HEAD_LOCAL, Method.FULL_HEAD)
+METHODS = (Method.HEAD_LOCAL, Method.FULL_HEAD)  # small ones first
 PLANNED_SEQUENCES = 500
 _ARMS = ("native", "mapped", "wrong", "none", "source")
 _CHECKED_EVERY = 4  # documents kept for measuring
@@ -65,6 +65,7 @@ class MethodForecast:
 class Forecast:
     """The verdict on a pair; `method` is the smallest that is expected to pass, else the best.
 
+    Larger methods than one that is expected to pass are not tried.
     `reason` is what stands against it, empty when nothing does. `controls` holds the KL of the
     arms that need no mapper.
     """
@@ -101,13 +102,15 @@ def predict(
     limits, methods = thresholds or Thresholds(), []
     for number, method in enumerate(METHODS):
         trial = _Trial(source, target, method, checked, device)
-        half, whole = trial.measure(fitted[: len(fitted) // 2]), trial.measure(fitted)
+        whole = trial.measure(fitted, None)
+        half = trial.measure(fitted[: len(fitted) // 2], whole.layers)
         methods.append(_forecast(method, half, whole, len(fitted), planned, limits))
         progress(number + 1, len(METHODS))
+        if methods[-1].passes:
+            break  # what follows is larger
     controls = tuple((arm, whole.figures["arms"][arm]["kl"]["mean"]) for arm in CONTROLS)
-    passing = sorted((m for m in methods if m.passes), key=lambda m: m.parameters)
-    best = passing[0] if passing else min(methods, key=lambda m: m.expected_kl)
-    verdict = LIKELY if passing else UNLIKELY
+    best = methods[-1] if methods[-1].passes else min(methods, key=lambda m: m.expected_kl)
+    verdict = LIKELY if best.passes else UNLIKELY
     return Forecast(verdict, best.method, best.failure, tuple(methods), controls, len(sequences))
 
 
@@ -156,9 +159,9 @@ class _Trial:
     checked: list[TokenSequence]
     device: str
 
-    def measure(self, fitted: Sequence[TokenSequence]) -> _Measured:
+    def measure(self, fitted: Sequence[TokenSequence], layers: int | None) -> _Measured:
         source, target = (Side(m.description, m.capture) for m in (self.source, self.target))
-        options = FitOptions(self.method, ridge=_RIDGE)
+        options = FitOptions(self.method, layers=layers, ridge=_RIDGE)
         with tempfile.TemporaryDirectory() as folder:
             artifact = fit(source, target, fitted, Path(folder), options, device=self.device)
         converter = make_converter(artifact.mapper, self.target.dtype, "cpu")

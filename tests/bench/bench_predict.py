@@ -3,10 +3,11 @@
 The bed is every ordered pair of the shipped small and large model, a fine-tune of small, an
 unrelated model of the same tokenizer, large with scrambled tokens, and large untrained.
 
-python tests/bench/bench_predict.py
+python tests/bench/bench_predict.py [NAME ...]    (the models to pair; default: all)
 """
 
 import itertools
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -25,26 +26,30 @@ TOKENS, SEQUENCES, TRIAL, PASSAGES = 128, 120, 36, 20
 PREFIX = TOKENS * 3 // 4
 
 
-def bed(work: Path) -> dict:
-    paths = {
-        "small": FAMILY / "small",
-        "large": FAMILY / "large",
-        "tuned": fine_tune(FAMILY / "small", work / "tuned"),
-        "unrelated": from_scratch(FAMILY / "small", work / "unrelated"),
-        "scrambled": scrambled(FAMILY / "large", work / "scrambled"),
-        "untrained": untrained(FAMILY / "large", work / "untrained"),
-    }
-    return {name: load_model(path, dtype=torch.float32) for name, path in paths.items()}
+BED = {
+    "small": lambda out: FAMILY / "small",
+    "large": lambda out: FAMILY / "large",
+    "tuned": lambda out: fine_tune(FAMILY / "small", out),
+    "scrambled": lambda out: scrambled(FAMILY / "large", out),
+    "untrained": lambda out: untrained(FAMILY / "large", out),
+    "unrelated": lambda out: from_scratch(FAMILY / "small", out),
+}
 
 
-def gate(source, target, passages, work: Path):
+def bed(names: list[str], work: Path) -> dict:
+    return {name: load_model(BED[name](work / name), dtype=torch.float32) for name in names}
+
+
+def gate(source, target, passages, layers: dict, work: Path):
     """The records of real fits, smallest method first, up to the first that is accepted."""
     text = FAMILY / "text" / "calibration.jsonl"
     sequences = cut_sequences(text, source.tokenize, tokens=TOKENS, count=SEQUENCES)
     records = []
     for method in METHODS:
         sides = (Side(model.description, model.capture) for model in (source, target))
-        artifact = fit(*sides, sequences, work / "mapper", FitOptions(method, ridge=1e-3))
+        artifact = fit(
+            *sides, sequences, work / "mapper", FitOptions(method, layers.get(method.value), 1e-3)
+        )
         records.append((method.value, check(artifact, source, target, passages, PREFIX)))
         if records[-1][1].accepted:
             break
@@ -58,7 +63,8 @@ def row(names, models, passages, work: Path) -> bool:
     started = time.perf_counter()
     forecast = predict(source, target, few, planned=SEQUENCES)
     seconds = time.perf_counter() - started
-    records = gate(source, target, passages, work)
+    layers = {m.method: m.layers for m in forecast.methods}
+    records = gate(source, target, passages, layers, work)
     method, last = records[-1]
     best = min(forecast.methods, key=lambda m: m.expected_kl, default=None)
     right = (forecast.verdict == LIKELY) == last.accepted
@@ -78,7 +84,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        models = bed(work)
+        models = bed(sys.argv[1:] or list(BED), work)
         passages = cut_sequences(
             FAMILY / "text" / "heldout.jsonl",
             models["small"].tokenize,

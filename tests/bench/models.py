@@ -57,7 +57,7 @@ def _trained(model, steps: int, rate: float):
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    print(f"trained for {steps} steps, last loss {float(loss):.3f}", flush=True)
+    print(f"trained for {steps} steps, last loss {loss.item():.3f}", flush=True)
     return model.eval()
 
 

@@ -21,12 +21,10 @@ def sequences(family_models):
 def test_the_trained_pair_is_likely_to_pass(family_models, sequences):
     forecast = predict(family_models.source, family_models.target, sequences, planned=300)
     assert (forecast.verdict, forecast.reason) == ("likely", "")
-    methods = {m.method: m for m in forecast.methods}
-    assert set(methods) == {"head-local", "full-head"}
-    assert forecast.method == "head-local"
-    for method in methods.values():
-        assert method.kl / 2 <= method.expected_kl <= method.kl
-        assert method.worst_cosine <= method.cosine < 1
+    (method,) = forecast.methods  # a larger one need not be tried
+    assert forecast.method == method.method == "head-local"
+    assert method.kl / 2 <= method.expected_kl <= method.kl
+    assert method.worst_cosine <= method.cosine < 1
     assert dict(forecast.controls).keys() == {"wrong", "none", "source"}
 
 
@@ -49,6 +47,7 @@ def test_a_target_that_shares_nothing_with_its_source_is_unlikely(family_models,
     forecast = predict(family_models.source, other, sequences)
     assert forecast.verdict == "unlikely"
     assert forecast.reason
+    assert [method.method for method in forecast.methods] == ["head-local", "full-head"]
 
 
 def test_what_no_fit_can_mend_is_said_at_once(family_models, sequences):

@@ -23,16 +23,18 @@ doc_to_text: "{{{{context}}}}\\n\\n{{{{question}}}}"
 
 @pytest.fixture(scope="module")
 def task_folder(family_mapper, tmp_path_factory):
-    """Which text follows (multiple choice), what greedy decoding says (generation), perplexity."""
+    """Which order of words follows (multiple choice), what greedy decoding says (generation), perplexity."""
     folder = tmp_path_factory.mktemp("tasks")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
         decode, passages = family_mapper.target.tokenizer.decode, family_mapper.passages
         rows = []
         for number, passage in enumerate(passages[:12]):
-            texts = [
-                decode(passages[(number + 5 * n) % 20].tokens[200:220]) for n in range(CHOICES)
+            said = passage.tokens[200:220]
+            orders = [
+                sorted(range(20), key=lambda i, n=n: (i * 7 * n) % 20) for n in range(CHOICES)
             ]
+            texts = [decode([said[i] for i in order]) for order in orders]
             right = number % CHOICES
             texts[0], texts[right] = texts[right], texts[0]
             rows.append(
