@@ -23,7 +23,7 @@ doc_to_text: "{{{{context}}}}\\n\\n{{{{question}}}}"
 
 @pytest.fixture(scope="module")
 def task_folder(family_mapper, tmp_path_factory):
-    """Which order of words follows (multiple choice), what greedy decoding says (generation), perplexity."""
+    """Which order of words follows, perplexity, and what greedy decoding says."""
     folder = tmp_path_factory.mktemp("tasks")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
@@ -31,9 +31,7 @@ def task_folder(family_mapper, tmp_path_factory):
         rows = []
         for number, passage in enumerate(passages[:12]):
             said = passage.tokens[200:220]
-            orders = [
-                sorted(range(20), key=lambda i, n=n: (i * 7 * n) % 20) for n in range(CHOICES)
-            ]
+            orders = [[step * i % 20 for i in range(20)] for step in (1, 3, 7, 9)]
             texts = [decode([said[i] for i in order]) for order in orders]
             right = number % CHOICES
             texts[0], texts[right] = texts[right], texts[0]
