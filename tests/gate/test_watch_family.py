@@ -10,8 +10,10 @@ import torch
 import yaml
 
 from kvstore_xfer.fit.text import cut_sequences
+from kvstore_xfer.gate.arms import run_arms
 from kvstore_xfer.gate.check import check
 from kvstore_xfer.gate.record import ACCEPTED, subject
+from kvstore_xfer.gate.score import bootstrap, retention
 from kvstore_xfer.gate.watch import make_watch, save_watch
 from kvstore_xfer.mapper.artifact import load, record_gate, save
 from kvstore_xfer.mapper.convert import TorchConverter
@@ -73,6 +75,15 @@ def folder_of(pair, watch, degrade, folder):
     return folder
 
 
+def measured_retention(pair, mapper):
+    """As the gate measures it; the gate itself stops at the first stage that a mapper fails."""
+    converter = TorchConverter(mapper, torch.float32)
+    arms = ("native", "mapped")
+    scores = run_arms(pair.source, pair.target, converter, pair.passages, PREFIX, arms)
+    losses = zip(*([score.loss for score in scores.scores[arm]] for arm in arms), strict=True)
+    return bootstrap(scores.documents, list(losses), lambda means: retention(*means))
+
+
 def run_traffic(pair, mapper, folder):
     """Every prompt is sampled; retention, samples, refusal of the target's pair at the end."""
     manifest = folder / "family.yaml"
@@ -117,22 +128,23 @@ def test_the_honest_mapper_stays_on_and_degraded_ones_are_switched_off(
         folder = tmp_path / str(number)
         folder.mkdir()
         mapper = folder_of(pair, watch, degrade, folder / "mapper")
-        truth = check(load(mapper), pair.source, pair.target, pair.passages, PREFIX)
+        verdict = check(load(mapper), pair.source, pair.target, pair.passages, PREFIX).verdict
+        truth = measured_retention(pair, load(mapper).mapper)
         interval, threshold, used, refusal = run_traffic(pair, mapper, folder)
         rows[name] = (truth, interval, used, refusal)
+        assert (verdict == ACCEPTED) == (name == "as fitted")
         print(
-            f"\n{name}: gate {truth.verdict}, retention {truth.retention['mean']:.4f} "
-            f"[{truth.retention['low']:.4f}, {truth.retention['high']:.4f}]; in production "
+            f"\n{name}: gate {verdict}, retention {truth.mean:.4f} "
+            f"[{truth.low:.4f}, {truth.high:.4f}]; in production "
             f"{interval.mean:.4f} [{interval.low:.4f}, {interval.high:.4f}], threshold "
             f"{threshold:.4f}; {used} samples: {'stays on' if refusal is None else 'SWITCHED OFF'}"
         )
     truth, interval, used, refusal = rows.pop("as fitted")
     assert refusal is None
     assert used == SAMPLES
-    assert interval.low <= truth.retention["high"]
-    assert interval.high >= truth.retention["low"]
+    assert interval.low <= truth.high
+    assert interval.high >= truth.low
     assert [row[3] for row in rows.values()] == [Reason.RETENTION] * 3
     assert all(row[2] < SAMPLES for row in rows.values())
-    # The gate's own order: what it finds worse, production finds worse.
-    by_truth = sorted(rows.values(), key=lambda row: row[0].retention["mean"])
-    assert all(row[1].mean < interval.mean for row in by_truth)
+    # What the gate's figures say is worse, production says is worse.
+    assert all(row[0].mean < truth.mean and row[1].mean < interval.mean for row in rows.values())
