@@ -46,6 +46,8 @@ bench: $(READY)
 	$(BIN)/python tests/bench/bench_store.py
 	$(BIN)/python tests/bench/bench_observe.py
 	$(BIN)/python tests/bench/bench_fit_memory.py
+	$(BIN)/python tests/bench/bench_handoffs.py
+	$(BIN)/python tests/bench/bench_predict.py
 
 fuzz: $(READY)  ## ten minutes of hostile bytes for decoder, manifest, URL and index
 	$(BIN)/python tests/store/fuzz.py --seconds 600

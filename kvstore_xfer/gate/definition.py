@@ -11,7 +11,7 @@ import torch
 
 from kvstore_xfer.errors import ArtifactError, ModelError
 from kvstore_xfer.fit.accumulate import require_pair
-from kvstore_xfer.mapper.maps import Method, assign_heads
+from kvstore_xfer.mapper.maps import assign_heads
 from kvstore_xfer.rope.rotate import rope_tables, strip_rope
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def wrong_cache(runner: Runner, token: int) -> str:
 
 def _wrong_heads(mapper: Mapper) -> str:
     expected = assign_heads(mapper.source.kv_heads, mapper.target.kv_heads)
-    if mapper.method is Method.HEAD_LOCAL and mapper.head_assignment != expected:
+    if mapper.method.per_head and mapper.head_assignment != expected:
         return (
             f"head_map: target heads read source heads {list(mapper.head_assignment)}, fitted maps "
             f"read {list(expected)}"

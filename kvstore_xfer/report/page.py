@@ -129,7 +129,9 @@ def _criteria(record: GateRecord) -> list[Criterion]:
 
 def _cost(artifact: Artifact, record: GateRecord) -> list[tuple[str, str]]:
     mapper = artifact.mapper
-    tensors = [t for layer in (*mapper.keys, *mapper.values) for t in (layer.weight, layer.bias)]
+    tensors = [t for layer in (*mapper.keys, *mapper.values) for t in layer.tensors()]
+    if mapper.encoder is not None:
+        tensors.append(mapper.encoder)
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     rows = [
         ("parameters of the mapper", f"{mapper.parameters:,} ({size / _MIB:.1f} MiB)"),
