@@ -80,11 +80,15 @@ def scrape(urls: Sequence[str]) -> Scrape:
 
 
 def _fetch(url: str) -> str:
-    if urlsplit(url).scheme not in ("http", "https"):
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ConfigError(f"{url}: {error}; give the engine's metrics URL") from None
+    if parts.scheme not in ("http", "https"):
         raise ConfigError(
             f"{url}: not an http URL; give one such as http://127.0.0.1:30000/metrics"
         )
-    if urlsplit(url).path in ("", "/"):
+    if parts.path in ("", "/"):
         url = f"{url.rstrip('/')}/metrics"
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as answer:

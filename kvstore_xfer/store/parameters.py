@@ -80,6 +80,17 @@ class Parameters:
     def text(self, name: str, default: str) -> str:
         return self._values.get(name, default)
 
+    def http(self, name: str) -> str | None:
+        """An ``http://`` or ``https://`` address; None when it is not given, or empty."""
+        address = self._values.get(name, "")
+        try:
+            parts = urlsplit(address)
+        except ValueError as error:
+            raise self.wrong(name, str(error)) from None
+        if address and (parts.scheme not in ("http", "https") or not parts.netloc):
+            raise self.wrong(name, "expected http://host or https://host")
+        return address or None
+
     def flag(self, name: str, *, default: bool) -> bool:
         value = self._values.get(name, "yes" if default else "no")
         if value not in ("yes", "no"):

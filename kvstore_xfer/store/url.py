@@ -28,7 +28,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from kvstore_xfer.errors import ConfigError, StoreError
 from kvstore_xfer.store.parameters import Parameters, shown
@@ -132,9 +132,9 @@ def _local_options(url: str, base: Path | None) -> dict[str, Any]:
     """Arguments of `_open_local`."""
     from kvstore_xfer.store.local.store import DEFAULT_MAX_BYTES, DEFAULT_MIN_FREE_BYTES
 
-    parts = urlsplit(url)
-    path = unquote(parts.path)
     parameters = Parameters(url, ("max_size", "min_free", "more"))
+    parts = parameters.parts
+    path = unquote(parts.path)
     more = [folder for folder in parameters.text("more", "").split(":") if folder]
     if parts.netloc or parts.fragment or not path or "\0" in path + "".join(more):
         raise ConfigError(f"store {url!r}: expected local:///absolute/folder")
@@ -164,8 +164,8 @@ def _open_memory(name: str, max_bytes: int) -> BlockStore:
 
 
 def _memory_options(url: str) -> dict[str, Any]:
-    parts = urlsplit(url)
     parameters = Parameters(url, ("max_size", "name"))
+    parts = parameters.parts
     name = parameters.text("name", "blocks")
     if (
         parts.netloc

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from kvstore_xfer.errors import ConfigError
 from kvstore_xfer.store.parameters import Parameters, shown
@@ -59,9 +59,7 @@ def options_of(url: str) -> ObjectOptions:
         raise ConfigError(f"store {shown(url)!r}: expected {kind}://bucket/prefix")
     if not re.fullmatch(r"[\w./=+@:-]*", prefix) or ".." in prefix or "//" in prefix:
         raise ConfigError(f"store {shown(url)!r}: {prefix!r} is not a prefix of object names")
-    endpoint = parameters.text("endpoint", "") or None
-    if endpoint is not None and urlsplit(endpoint).scheme not in ("http", "https"):
-        raise parameters.wrong("endpoint", "expected http:// or https://")
+    endpoint = parameters.http("endpoint")
     if endpoint is not None and "@" in endpoint:
         raise parameters.wrong("endpoint", "credentials belong in the environment")
     return ObjectOptions(
