@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from environments import REPOSITORY, engine_python
 from lmcache_cpu.inside.server import LmcacheServer, eventually
@@ -123,3 +124,23 @@ def test_tenants_never_share(engines, texts):
     ask_small(engines, prompt, 3)
     engines.large.reset()
     assert engines.large.ask(prompt, 1, salt="tenant").cached == 0
+
+
+@pytest.mark.timeout(900, func_only=True)
+def test_distributions_agree_within_the_interval_of_the_gate(engines, texts, family_mapper):
+    """At four places behind each converted prefix, that move on from passage to passage: the
+    divergence falls with the distance, and the gate measured all 64."""
+    kl, top1 = [], []
+    engines.large.reset()
+    for number, passage in enumerate(texts(60, 256)):
+        ask_small(engines, passage[: PREFIX + 1], 0)
+        logits = family_mapper.target.read_after(None, passage).double()
+        for length in (PREFIX + 1 + (number + 16 * step) % 64 for step in range(4)):
+            native = logits[length - 1].log_softmax(-1)
+            reply = engines.large.ask(passage[:length], 1, logprobs=True)
+            assert reply.cached >= PREFIX
+            kl.append(float((native.exp() * (native - reply.logprobs)).sum()))
+            top1.append(float(native.argmax() == reply.logprobs.argmax()))
+    promised = family_mapper.record.arms["mapped"]
+    assert promised["kl"]["low"] <= np.mean(kl) <= promised["kl"]["high"]
+    assert promised["top1"]["low"] <= np.mean(top1) <= promised["top1"]["high"]
