@@ -10,7 +10,7 @@ class KvxferError(Exception):
     """Base of every error this package raises on purpose; the CLI prints it as one line, exit 2."""
 
     def __str__(self) -> str:
-        # Messages quote what files and other libraries say: neither may break the line or the terminal.
+        # Messages quote files and other libraries: neither may break the line or the terminal.
         text = super().__str__()
         return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
