@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-for folder in (Path(__file__).parent, ROOT / "deploy"):
+for folder in (Path(__file__).parent, ROOT / "deploy", ROOT / "tests" / "store"):
     sys.path.insert(0, str(folder))  # modules of no package
 
 _METRIC = re.compile(r"\bkvxfer_[a-z_]+")

@@ -117,7 +117,7 @@ def test_the_store_is_the_one_that_the_overlay_names(name, tmp_path):
     url = _family(objects, tmp_path).store
     assert url.partition(":")[0] == store
     hosts = {item["metadata"]["name"] for item in of_kind(objects, "Service")}
-    if store == "valkey":
+    if store in ("valkey", "mooncake"):
         host, _, port = url.partition("://")[2].partition("/")[0].partition("?")[0].partition(":")
         (service,) = [s for s in of_kind(objects, "Service") if _named(s, host)]
         assert int(port) in [entry["port"] for entry in service["spec"]["ports"]]

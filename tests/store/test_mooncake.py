@@ -9,7 +9,7 @@ from servers import Process, connects, debian_library, free_port
 
 from kvstore_xfer.errors import ConfigError, StoreError
 from kvstore_xfer.store.base import WriteStatus
-from kvstore_xfer.store.remote.mooncake_url import options_of
+from kvstore_xfer.store.remote.mooncake_url import HOST_VARIABLE, options_of
 from kvstore_xfer.store.testing import BlockStoreTests, block_bytes, block_key, get, put
 from kvstore_xfer.store.url import check_url, open_store
 
@@ -73,6 +73,13 @@ def test_no_master_is_one_line():
     with pytest.raises(StoreError, match=r"no master at 127.0.0.1:1.*check that it runs") as caught:
         open_store("mooncake://127.0.0.1:1")
     assert "\n" not in str(caught.value)
+
+
+def test_the_host_is_the_urls_else_the_environments(monkeypatch):
+    assert options_of("mooncake://m").host == "127.0.0.1"
+    monkeypatch.setenv(HOST_VARIABLE, "10.0.0.7")
+    assert options_of("mooncake://m").host == "10.0.0.7"
+    assert options_of("mooncake://m?host=10.0.0.8").host == "10.0.0.8"
 
 
 def test_urls():

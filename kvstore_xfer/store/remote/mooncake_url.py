@@ -1,7 +1,12 @@
-"""``mooncake://master[:port]?metadata=http://host:8080/metadata&segment=4GiB&...``."""
+"""``mooncake://master[:port]?metadata=http://host:8080/metadata&segment=4GiB&...``.
+
+`host` is the address under which other clients reach this process. It differs between machines that
+share a manifest, so it may come from the environment instead (`HOST_VARIABLE`).
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,6 +23,7 @@ if TYPE_CHECKING:
 _PARAMETERS = (
     "metadata", "admin", "segment", "buffer", "host", "protocol", "devices", "prefix", "timeout",
 )  # fmt: skip
+HOST_VARIABLE = "KVXFER_MOONCAKE_HOST"
 _PORT, _METADATA_PORT, _ADMIN_PORT = 50051, 8080, 9003
 
 
@@ -57,7 +63,7 @@ def options_of(url: str) -> MooncakeOptions:
         master=hosts[0],
         metadata=parameters.text("metadata", f"http://{master}:{_METADATA_PORT}/metadata"),
         admin=parameters.text("admin", f"http://{master}:{_ADMIN_PORT}").rstrip("/"),
-        host=parameters.text("host", "127.0.0.1"),
+        host=parameters.text("host", os.environ.get(HOST_VARIABLE) or "127.0.0.1"),
         segment_bytes=parameters.size("segment", 0),
         buffer_bytes=parameters.size("buffer", 256 << 20, least=16 << 20),
         protocol=protocol,
