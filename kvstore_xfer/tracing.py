@@ -24,9 +24,9 @@ else:
 def span(name: str, attributes: Mapping[str, str | int]) -> Iterator[Span | None]:
     """A span below the current one, which is the engine's where it traces in this thread.
 
-    None without opentelemetry-api; without an SDK the span is OpenTelemetry's own no-op.
+    None without opentelemetry-api, and while nobody has set a tracer provider.
     """
-    if not _installed:
+    if not _installed or isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
         yield None
         return
     tracer = trace.get_tracer("kvstore_xfer", __version__)

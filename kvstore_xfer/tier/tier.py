@@ -98,6 +98,8 @@ class Tier:
         self._planner = self._make_planner()
         self._prefill_rate = max((pair.prefill_rate for pair in self.pairs), default=0.0)
         self._stages = Stages(name)
+        self._lookups = metrics.LOOKUPS.labels(name)
+        self._saved_seconds = metrics.SAVED_SECONDS.labels(name)
         self._counters: dict[tuple[tuple[str, str], Outcome, Reason], tuple[Counter, Counter]] = {}
         self._sources = SourceReader(store, identity.block_tokens, self._stages)
         self._watcher = Watcher(
@@ -130,13 +132,15 @@ class Tier:
         itself.
         """
         if whole_prompt:
-            metrics.LOOKUPS.labels(self.name).inc()
-        with self._stages.timed("find"):
-            try:
-                return self._find(hashes, whole_prompt=whole_prompt, gaps=gaps)
-            except Exception:  # noqa: BLE001 - nothing may raise into an engine
-                self._failed("find")
-                return [BlockPlan(Outcome.MISSED, Reason.STORE_ERROR)] * len(hashes)
+            self._lookups.inc()
+        started = time.perf_counter()
+        try:
+            plans = self._find(hashes, whole_prompt=whole_prompt, gaps=gaps)
+        except Exception:  # noqa: BLE001 - nothing may raise into an engine
+            self._failed("find")
+            plans = [BlockPlan(Outcome.MISSED, Reason.STORE_ERROR)] * len(hashes)
+        self._stages.observe("find", time.perf_counter() - started)
+        return plans
 
     def read(
         self,
@@ -303,8 +307,10 @@ class Tier:
             requests.append(ReadRequest(plans[i].keys[0], runs))
         if not requests:
             return []
-        with self._stages.timed("read", len(requests) * self.shape.payload_bytes):
-            answers = self._store.read(requests)
+        started = time.perf_counter()
+        answers = self._store.read(requests)
+        size = len(requests) * self.shape.payload_bytes
+        self._stages.observe("read", time.perf_counter() - started, size)
         for i, read in zip(indices, answers, strict=True):
             reason = read_failure(read.status)
             if reason is None and (read.header is None or not has_shape(read.header, self.shape)):
@@ -467,7 +473,7 @@ class Tier:
             self._stages.observe("serve", seconds, served * self.shape.payload_bytes)
             if self._prefill_rate:
                 saved = served * tokens / self._prefill_rate - seconds
-                metrics.SAVED_SECONDS.labels(self.name).inc(max(0.0, saved))
+                self._saved_seconds.inc(max(0.0, saved))
 
     def _answer_counters(self, plan: BlockPlan, result: BlockResult) -> tuple[Counter, Counter]:
         """The counters of blocks and tokens answered so; finding them anew takes microseconds."""
@@ -497,21 +503,18 @@ def _runs(
     plans: Sequence[BlockPlan], results: Sequence[BlockResult]
 ) -> Iterator[tuple[tuple[BlockPlan, BlockResult], int]]:
     """Runs of blocks that are counted alike: the first block of each, and how many they are."""
-    start: tuple[BlockPlan, BlockResult] | None = None
-    count = 0
+    if not plans:
+        return
+    start, count = (plans[0], results[0]), 0
+    sibling, outcome, reason = start[0].sibling, start[1].outcome, start[1].reason
     for plan, result in zip(plans, results, strict=True):
-        if start is not None:
-            if (
-                result.outcome is start[1].outcome
-                and result.reason is start[1].reason
-                and plan.sibling is start[0].sibling
-            ):
-                count += 1
-                continue
+        alike = result.outcome is outcome and result.reason is reason and plan.sibling is sibling
+        if not alike:
             yield start, count
-        start, count = (plan, result), 1
-    if start is not None:
-        yield start, count
+            start, count = (plan, result), 0
+            sibling, outcome, reason = plan.sibling, result.outcome, result.reason
+        count += 1
+    yield start, count
 
 
 def _within(future: Future[SourceBlocks], deadline: float) -> SourceBlocks | None:

@@ -8,7 +8,8 @@
             -> below the threshold for long enough: an off record in the store
 
 Which prompts are sampled follows from their hashes, and whether a pair is off from the store, so
-that all ranks decide alike. A pair that is off stays off, across restarts, until `kvxfer check` has
+that all ranks decide alike; within the second between two looks for off records they may differ, as
+they may about an eviction. A pair that is off stays off, across restarts, until `kvxfer check` has
 been run again.
 """
 
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from kvstore_xfer.tier.sources import SourceReader
 
 _log = logging.getLogger(__name__)
+LOOK_SECONDS = 1.0  # between looks for off records
 PATIENCE = 4  # samples in a row whose estimate is too low
 KEPT_SAMPLES = 256  # the estimate is of the latest traffic
 _PENDING_BLOCKS = 4096  # sampled blocks whose native ones have not arrived
@@ -125,6 +127,7 @@ class Watcher:
         self._retention: dict[str, Retention] = {}
         self._off: set[str] = set()
         self._known: tuple[Sequence[Pair], list[Pair], list[str]] = ((), [], [])
+        self._next_look = 0.0
         self._jobs = BackgroundWriter(_QUEUED_RUNS)
 
     def close(self) -> None:
@@ -137,10 +140,17 @@ class Watcher:
     # off records
 
     def check_off(self, pairs: Sequence[Pair]) -> None:
-        """Turn off the pairs that the store says are off; keep their records in use there."""
+        """Turn off the pairs that the store says are off; keep their records in use there.
+
+        The store is asked once a second: a call costs as much as a lookup that misses.
+        """
+        now = time.monotonic()
         if pairs is not self._known[0]:
             known = [pair for pair in pairs if pair.watch is not None]
             self._known = (pairs, known, [self._off_key(pair) for pair in known])
+        elif now < self._next_look:
+            return
+        self._next_look = now + LOOK_SECONDS
         _, watched, keys = self._known
         if not watched:
             return
