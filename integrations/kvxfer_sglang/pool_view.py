@@ -7,15 +7,18 @@ page copies nothing, and what is written to a view is what SGLang loads to the d
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvstore_xfer.blocks.page import KvPage, KvShape
+from kvstore_xfer.blocks.page import KvPage, KvShape, array_runs
 from kvstore_xfer.errors import KvxferError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import numpy as np
 
 # Pools of other kinds keep part of a page elsewhere (scales, index keys), so their blocks would
 # be incomplete. By name, because the classes cannot be imported without SGLang.
@@ -25,6 +28,15 @@ _LATENT_POOLS = {"MLATokenToKVPoolHost"}
 
 class UnsupportedPoolError(KvxferError, ValueError):
     """The host pool keeps pages in a form that this package cannot show as blocks."""
+
+
+@dataclass(frozen=True)
+class _PageInPlace(KvPage):
+    runs: list[memoryview]
+
+    def segments(self) -> list[memoryview]:
+        # docstring inherited
+        return self.runs
 
 
 class PoolView:
@@ -42,6 +54,8 @@ class PoolView:
         self.pages = len(keys)
         self._layout = pool.layout
         self.shape = KvPage(keys[0], values[0]).shape
+        in_place = KvPage(keys[0], values[0]).segments() is not None
+        self._bytes = [_as_bytes(part) for part in (keys, values)] if in_place else None
         expected = _declared_shape(pool, dtype)
         if self.shape != expected:
             raise UnsupportedPoolError(
@@ -57,7 +71,12 @@ class PoolView:
         number, offset = divmod(slot, self.page_size)
         if offset or not 0 <= number < self.pages:
             raise IndexError(f"slot {slot} does not start one of {self.pages} pages")
-        return KvPage(self._keys[number], self._values[number])
+        keys, values = self._keys[number], self._values[number]
+        if self._bytes is None:
+            return KvPage(keys, values)
+        # From arrays, because each operation on a tensor lets go of the interpreter.
+        runs = [run for part in self._bytes for run in array_runs(part[number])]
+        return _PageInPlace(keys, values, runs)
 
     def pages_at(self, slots: torch.Tensor) -> list[KvPage]:
         """One page per `page_size` entries of `slots` (int64, the slots of whole pages in turn)."""
@@ -88,6 +107,10 @@ def _components(pool: Any) -> tuple[torch.Tensor, torch.Tensor]:
         f"host pool {kind}: not one of {sorted(_TWO_COMPONENT_POOLS | _LATENT_POOLS)}; "
         "its pages are not stored"
     )
+
+
+def _as_bytes(component: torch.Tensor) -> np.ndarray:
+    return component.detach().view(torch.uint8).numpy()
 
 
 def _by_page(component: torch.Tensor, pool: Any) -> torch.Tensor:

@@ -18,7 +18,8 @@ UNPLACED = "unplaced"
 RECORD = "record"
 MAX_KEY_BYTES = 480  # below the smallest key limit of the stores (LMDB: 511)
 
-_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=@+:-]*")
+_PART = "([A-Za-z0-9][A-Za-z0-9_.=@+:-]*)"
+_KEY = re.compile("/".join([FORMAT, *4 * [_PART]]))
 
 
 def derived_kind(mapper_digest: str) -> str:
@@ -73,8 +74,7 @@ class BlockKey:
     @classmethod
     def parse(cls, text: str) -> BlockKey:
         """Raises BlockFormatError when `text` is not a key of this format."""
-        parts = text.split("/")
-        well_formed = len(parts) == 5 and all(_PART.fullmatch(part) for part in parts)
-        if not well_formed or parts[0] != FORMAT or len(text) > MAX_KEY_BYTES:
+        match = _KEY.fullmatch(text)
+        if match is None or len(text) > MAX_KEY_BYTES:
             raise BlockFormatError(f"block key {text[:80]!r}: expected {FORMAT}/<identity>/...")
-        return cls(*parts[1:])
+        return cls(*match.groups())

@@ -8,8 +8,12 @@ copy; `KvPage.segments` says whether the canonical byte order can be read or wri
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -101,5 +105,11 @@ def _runs(component: torch.Tensor) -> list[memoryview] | None:
     if not component.shape[0] or not component[0].is_contiguous():
         return None
     # One conversion for all layers: slicing the array is much cheaper than slicing the tensor.
-    layers = component.detach().view(torch.uint8).numpy()
-    return [layer.reshape(-1).data for layer in layers]
+    return array_runs(component.detach().view(torch.uint8).numpy())
+
+
+def array_runs(component: np.ndarray) -> list[memoryview]:
+    """The runs of ``[L, T, H, bytes]`` whose layers are contiguous, uint8."""
+    if component.flags.c_contiguous:
+        return [component.reshape(-1).data]
+    return [layer.reshape(-1).data for layer in component]

@@ -73,6 +73,8 @@ class Planner:
         plans: dict[str, BlockPlan] = {}
         unplaced: dict[str, BlockPlan] = {}
         self._add_present(plans, list(hashes), NATIVE)
+        if len(plans) == len(hashes):  # no policy applies to own blocks, and no gap
+            return list(plans.values())
         self._add_present(plans, _rest(hashes, plans), UNPLACED)
         for pair in self._pairs:
             if pair.refusal is None:
@@ -102,9 +104,10 @@ class Planner:
         if not hashes:
             return
         outcome = Outcome.NATIVE if made is None else Outcome.DERIVED
+        own = _key_prefix(self._identity.digest, self._shard, kind)
         for name in self._all_present(hashes, self._identity.digest, self._shards, kind):
-            key = str(BlockKey(self._identity.digest, self._shard, kind, name))
-            plans[name] = BlockPlan(outcome, chain_hash=name, keys=(key,), sibling=made)
+            key = f"{own}{name}"
+            plans[name] = BlockPlan(outcome, Reason.NONE, name, (key,), (), None, made)
 
     def _add_convertible(
         self,
@@ -141,8 +144,11 @@ class Planner:
         self, hashes: Sequence[str], identity: str, shards: Sequence[str], kind: str
     ) -> list[str]:
         """The hashes that every one of the shards has."""
-        keys = [str(BlockKey(identity, shard, kind, name)) for name in hashes for shard in shards]
+        prefixes = [_key_prefix(identity, shard, kind) for shard in shards]
+        keys = [f"{prefix}{name}" for name in hashes for prefix in prefixes]
         there, width = self._store.exists(keys), len(shards)
+        if all(there):
+            return list(hashes)
         return [
             name
             for number, name in enumerate(hashes)
@@ -181,6 +187,11 @@ class Planner:
                 for i, plan in enumerate(plans)
             ]
         return plans
+
+
+def _key_prefix(identity: str, shard: str, kind: str) -> str:
+    """What all keys of one kind begin with: the chain hash follows."""
+    return str(BlockKey(identity, shard, kind, ""))
 
 
 def _convertible(

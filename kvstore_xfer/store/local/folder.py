@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 FAILURES = (lmdb.Error, OSError, struct.error)
 _THREADS = 8
 _SMALL_BYTES = 1 << 20
+_ALONE_BYTES = 16 << 20
 _TICK_SECONDS = 2.0
 _SWEEP_TICKS = 30
 _WALK_BATCH = 1024
@@ -113,14 +114,18 @@ class Folder:
                 self._reopen_index()
 
     def map(
-        self, work: Callable[[T], U], items: list[T], item_bytes: int = _SMALL_BYTES
+        self, work: Callable[[T], U], items: list[T], sizes: Sequence[int] | None = None
     ) -> list[U]:
-        """`work` for each item, several at once.
+        """`work` for each item, several at once; `sizes` in bytes of all that are not missing.
 
-        Items known to be small share two tasks: with more, threads wait for the interpreter and
-        not for the disk.
+        Small items share two tasks: with more, threads wait for the interpreter and not for the
+        disk. A few small ones the caller does itself: while an engine keeps the interpreter busy,
+        handing over takes longer than the work.
         """
-        size = 1 if item_bytes >= _SMALL_BYTES else -(-len(items) // 2)
+        tasks = len(items)
+        if sizes is not None and max(sizes, default=0) < _SMALL_BYTES:
+            tasks = 1 if sum(sizes) <= _ALONE_BYTES else 2
+        size = -(-len(items) // max(1, tasks))
         if len(items) <= size:
             return [work(item) for item in items]
         slices = [items[start : start + size] for start in range(0, len(items), size)]

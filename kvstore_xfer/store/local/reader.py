@@ -10,7 +10,7 @@ from kvstore_xfer.errors import BlockFormatError
 from kvstore_xfer.store.base import ReadResult, ReadStatus
 from kvstore_xfer.store.frame import byte_runs
 from kvstore_xfer.store.local.index import raw_key
-from kvstore_xfer.store.local.layout import open_regular, payload_name
+from kvstore_xfer.store.local.layout import open_sized, payload_name
 from kvstore_xfer.store.local.payload import fill
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def read_block(folder: Folder, request: ReadRequest, entry: Entry | None) -> Rea
     while entry is not None:
         name = payload_name(raw_key(request.key), entry.generation)
         try:
-            descriptor = open_regular(folder.layout.payload(name))
+            descriptor, size = open_sized(folder.layout.payload_path(name))
         except BlockFormatError:
             return _condemn(folder, request.key, entry)
         except FileNotFoundError:
@@ -37,7 +37,7 @@ def read_block(folder: Folder, request: ReadRequest, entry: Entry | None) -> Rea
             entry = now  # evicted or overwritten since the lookup
             continue
         try:
-            return _read_file(descriptor, request, entry)
+            return _read_file(descriptor, size, request, entry)
         except (BlockFormatError, EOFError):
             return _condemn(folder, request.key, entry)
         finally:
@@ -45,8 +45,7 @@ def read_block(folder: Folder, request: ReadRequest, entry: Entry | None) -> Rea
     return ReadResult(ReadStatus.MISSING)
 
 
-def _read_file(descriptor: int, request: ReadRequest, entry: Entry) -> ReadResult:
-    size = os.fstat(descriptor).st_size
+def _read_file(descriptor: int, size: int, request: ReadRequest, entry: Entry) -> ReadResult:
     if size != entry.size or entry.header_bytes > MAX_HEADER_BYTES + ALIGNMENT:
         raise BlockFormatError("block: the file does not have its length")
     if request.destination is not None:
@@ -62,12 +61,11 @@ def _read_file(descriptor: int, request: ReadRequest, entry: Entry) -> ReadResul
 
 def _verified(descriptor: int, key: str, entry: Entry, runs: Sequence[memoryview]) -> BlockHeader:
     raw = memoryview(bytearray(entry.header_bytes))
-    for _ in fill(descriptor, [raw]):
-        pass
-    header = decode(raw)
+    parts = fill(descriptor, [raw, *runs])  # a small block comes with one system call
+    header = decode(next(parts, raw))
     if header.key != key or header.payload_bytes != entry.payload_bytes:
         raise BlockFormatError("block: the header is that of another block")
-    if payload_checksum(fill(descriptor, runs, entry.header_bytes)) != header.checksum:
+    if payload_checksum(parts) != header.checksum:
         raise BlockFormatError("block: checksum does not match")
     return header
 

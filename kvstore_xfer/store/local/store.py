@@ -67,8 +67,8 @@ class LocalStore(BlockStore):
             folder = self._folder
             entries = folder.query(lambda index: index.entries([item.key for item in requests]))
             pairs = list(zip(requests, entries, strict=True))
-            largest = max((e.payload_bytes for e in entries if e is not None), default=0)
-            results = folder.map(lambda pair: _read_guarded(folder, *pair), pairs, largest)
+            sizes = [entry.payload_bytes for entry in entries if entry is not None]
+            results = folder.map(lambda pair: _read_guarded(folder, *pair), pairs, sizes)
         except FAILURES:
             return [ReadResult(ReadStatus.ERROR) for _ in requests]
         folder.touch(

@@ -89,8 +89,8 @@ class Writer:
 
     def _stage_and_publish(self, plans: list[Plan]) -> None:
         staged: list[_Staged] = []
-        largest = max((plan.size for plan in plans), default=0)
-        outcomes = self._folder.map(lambda plan: _stage(self._folder, plan), plans, largest)
+        sizes = [plan.size for plan in plans]
+        outcomes = self._folder.map(lambda plan: _stage(self._folder, plan), plans, sizes)
         for plan, outcome in zip(plans, outcomes, strict=True):
             if isinstance(outcome, WriteStatus):
                 self._set([plan], outcome)
