@@ -38,6 +38,7 @@ class PolicyEntry(Strict):
     min_tokens: int = Field(default=0, ge=0)
     hold_back_tokens: int = Field(default=0, ge=0)
     max_prefix_tokens: int | None = Field(default=None, ge=1)
+    max_beyond_checked: float = Field(default=4.0, ge=1)
     budget_seconds: float = Field(default=2.0, gt=0)
     conversion_overhead_seconds: float = Field(default=0.0, ge=0)
     prefill_tokens_per_second: float | None = Field(default=None, gt=0)

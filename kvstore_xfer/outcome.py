@@ -38,6 +38,7 @@ class Reason(str, Enum):
     MIN_TOKENS = "min_tokens"
     HOLD_BACK = "hold_back"
     MAX_PREFIX = "max_prefix"
+    BEYOND_CHECKED = "beyond_checked"  # much longer than any prefix the gate has measured
     POSITION_UNKNOWN = "position_unknown"
     NOT_WORTH_IT = "not_worth_it"
     BUDGET = "budget"

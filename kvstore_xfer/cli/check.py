@@ -1,27 +1,22 @@
-"""`kvxfer check`: measure a mapper on held-out text, record the verdict, exit 0 or 3."""
+"""`kvxfer check`: measure mappers on held-out text, record the verdicts, exit 0 or 3."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 
-from kvstore_xfer.cli.common import (
-    add_model_options,
-    positive_int,
-    progress,
-    torch_device,
-    torch_dtype,
-)
+from kvstore_xfer.cli.common import positive_int, progress
+from kvstore_xfer.cli.models import add_model_options, load_pair
+from kvstore_xfer.cli.show_record import print_record
 from kvstore_xfer.errors import ConfigError
 from kvstore_xfer.family import GateEntry, gate_of, load_family, thresholds_of
-from kvstore_xfer.gate.arms import ARM_NAMES
 from kvstore_xfer.gate.check import check
 from kvstore_xfer.gate.lengths import CALIBRATION, LENGTHS, Length, cut_lengths
 from kvstore_xfer.gate.tasks import read_tasks
@@ -29,13 +24,13 @@ from kvstore_xfer.gate.watch import make_watch, save_watch
 from kvstore_xfer.mapper.artifact import load, record_gate
 from kvstore_xfer.mapper.convert_select import make_converter
 from kvstore_xfer.report.page import require_report, write_report
-from kvxfer_transformers.model import load_model
+from kvxfer_transformers.model import LoadedModel
 from kvxfer_transformers.queries import capture_queries
+from kvxfer_transformers.remembered import RememberedModel
 
 if TYPE_CHECKING:
     from kvstore_xfer.gate.record import GateRecord
     from kvstore_xfer.mapper.artifact import Artifact
-    from kvxfer_transformers.model import LoadedModel
 
 EXIT_REJECTED = 3
 
@@ -44,9 +39,10 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = subparsers.add_parser(
         "check",
         help="measure a mapper on held-out text and decide whether it may serve",
-        description="Exit code 0: accepted, 3: rejected. The record is kept in the mapper folder.",
+        description="Exit code 0: accepted, 3: rejected. The record is kept in the mapper folder. "
+        "Of several mappers of one pair the cheapest accepted one is proposed.",
     )
-    parser.add_argument("mapper", type=Path, metavar="MAPPER", help="mapper folder")
+    parser.add_argument("mapper", type=Path, nargs="+", metavar="MAPPER", help="mapper folder")
     parser.add_argument("--text", required=True, type=Path, help="held-out .txt, .jsonl, .parquet")
     parser.add_argument("--source", help="source model, if it is no longer where it was fitted")
     parser.add_argument("--target", help="target model, likewise")
@@ -87,55 +83,133 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(options: argparse.Namespace) -> int:
     if options.report:
         require_report(options.report)
-    artifact = load(options.mapper)
-    gate = GateEntry() if options.family is None else _gate_entry(options.family, options.mapper)
-    fitted = int(artifact.fit["calibration"]["tokens_per_sequence"])
-    prefix = options.prefix_tokens or max(1, fitted * 3 // 4)
-    tail = options.tail_tokens or max(2, fitted // 4)
-    if tail < 2:
-        raise ConfigError("--tail-tokens 1: one token leaves nothing to predict; give 2 or more")
-    device = torch_device(options.device)
-    target = load_model(
-        options.target or artifact.mapper.target.name,
-        dtype=torch_dtype(options.dtype),
-        device=device,
+    folders = list(dict.fromkeys(options.mapper))
+    artifacts = {folder: load(folder) for folder in folders}
+    _require_one_pair(artifacts, options.report)
+    mapper = artifacts[folders[0]].mapper
+    models = load_pair(
+        options.source or mapper.source.name, options.target or mapper.target.name, options
     )
-    source = load_model(
-        options.source or artifact.mapper.source.name, dtype=target.dtype, device=device
-    )
-    stated = [m.description.max_positions for m in (source, target)]
-    lengths = cut_lengths(
-        options.text,
-        target.tokenize,
-        prefix=prefix,
-        tail=tail,
-        count=options.passages,
-        longest=options.max_tokens or gate.max_tokens or min(filter(None, stated), default=0),
-        wanted=(CALIBRATION, *(options.lengths or gate.lengths or LENGTHS)),
-    )
+    with tempfile.TemporaryDirectory() as kept:
+        measured: Models = models
+        if len(folders) > 1:  # both models then read every text once
+            source, target = (
+                RememberedModel(model, Path(kept) / role)
+                for model, role in zip(models, ("source", "target"), strict=True)
+            )
+            measured = source, target
+        records = {
+            folder: _check(options, folder, artifact, models, measured)
+            for folder, artifact in artifacts.items()
+        }
+    proposed = cheapest({f: (artifacts[f].mapper.parameters, records[f]) for f in folders})
+    if options.json:
+        shown: Any = {str(folder): record.to_json() for folder, record in records.items()}
+        if len(folders) == 1:
+            (shown,) = shown.values()
+        else:
+            shown = {"proposed": proposed and str(proposed), "records": shown}
+        sys.stdout.write(json.dumps(shown, indent=2) + "\n")
+    else:
+        _print_all(artifacts, records, proposed)
+    return EXIT_REJECTED if proposed is None else 0
+
+
+Models = tuple[LoadedModel, LoadedModel] | tuple[RememberedModel, RememberedModel]
+
+
+def _require_one_pair(artifacts: dict[Path, Artifact], report: Path | None) -> None:
+    if report and len(artifacts) > 1:
+        raise ConfigError(f"--report {report}: a page is about one mapper; check it alone")
+    pairs = {
+        (a.mapper.source.fingerprint(), a.mapper.target.fingerprint()): folder
+        for folder, a in artifacts.items()
+    }
+    if len(pairs) > 1:
+        first, second, *_ = pairs.values()
+        raise ConfigError(
+            f"MAPPER: {first} and {second} are of different pairs, of which none is cheaper; "
+            "check them one by one"
+        )
+
+
+def _check(
+    options: argparse.Namespace,
+    folder: Path,
+    artifact: Artifact,
+    models: tuple[LoadedModel, LoadedModel],
+    measured: Models,
+) -> GateRecord:
+    """Check one mapper and keep what the tier needs of it. `measured` stand for `models`."""
+    gate = GateEntry() if options.family is None else _gate_entry(options.family, folder)
+    lengths = _lengths(options, artifact, gate, models)
+    source, target = measured
     with progress("checking") as update:
         record = check(
             artifact,
             source,
             target,
             lengths[0].passages,
-            prefix,
+            lengths[0].prefix_tokens,
             lengths=lengths[1:],
-            tasks=read_tasks(options.tasks, target.tokenize) if options.tasks else (),
+            tasks=read_tasks(options.tasks, models[1].tokenize) if options.tasks else (),
             thresholds=thresholds_of(gate),
             progress=update,
         )
     if record.concerns_mapper:
-        record_gate(options.mapper, record.dtype, record.to_json())
+        record_gate(folder, record.dtype, record.to_json())
     if record.accepted:
-        _keep_watch(options.mapper, artifact, (source, target), lengths[0])
+        _keep_watch(folder, artifact, models, lengths[0])
     if options.report:
         write_report(options.report, artifact, record)
-    if options.json:
-        sys.stdout.write(json.dumps(record.to_json(), indent=2) + "\n")
-    else:
-        print_record(record, Console())
-    return 0 if record.accepted else EXIT_REJECTED
+    return record
+
+
+def _lengths(
+    options: argparse.Namespace,
+    artifact: Artifact,
+    gate: GateEntry,
+    models: tuple[LoadedModel, LoadedModel],
+) -> list[Length]:
+    """The passages to measure, those of the calibration length first."""
+    fitted = int(artifact.fit["calibration"]["tokens_per_sequence"])
+    tail = options.tail_tokens or max(2, fitted // 4)
+    if tail < 2:
+        raise ConfigError("--tail-tokens 1: one token leaves nothing to predict; give 2 or more")
+    stated = [model.description.max_positions for model in models]
+    return cut_lengths(
+        options.text,
+        models[1].tokenize,
+        prefix=options.prefix_tokens or max(1, fitted * 3 // 4),
+        tail=tail,
+        count=options.passages,
+        longest=options.max_tokens or gate.max_tokens or min(filter(None, stated), default=0),
+        wanted=(CALIBRATION, *(options.lengths or gate.lengths or LENGTHS)),
+    )
+
+
+def cheapest(checked: dict[Path, tuple[int, GateRecord]]) -> Path | None:
+    """Of the accepted mappers the one with the fewest parameters: each is used once a token."""
+    accepted = {folder: size for folder, (size, record) in checked.items() if record.accepted}
+    return min(accepted, key=lambda folder: accepted[folder], default=None)
+
+
+def _print_all(
+    artifacts: dict[Path, Artifact], records: dict[Path, GateRecord], proposed: Path | None
+) -> None:
+    console = Console()
+    for folder, record in records.items():
+        if len(records) > 1:
+            mapper = artifacts[folder].mapper
+            console.print(
+                f"\n{folder}: {mapper.method.value}, {mapper.parameters:,} parameters",
+                highlight=False,
+            )
+        print_record(record, console)
+    if len(records) > 1:
+        accepted = sum(record.accepted for record in records.values())
+        cost = f"{proposed}, the cheapest of {accepted} accepted" if proposed else "none"
+        console.print(f"\nproposed: {cost}", highlight=False)
 
 
 def _keep_watch(
@@ -175,67 +249,3 @@ def _gate_entry(manifest: Path, mapper: Path) -> GateEntry:
         if (manifest.resolve().parent / pair.mapper).resolve() == mapper.resolve():
             return gate_of(family, pair) or GateEntry()
     raise ConfigError(f"--family {manifest}: no pair has the mapper {mapper}; correct one of them")
-
-
-def print_record(record: GateRecord, console: Console) -> None:
-    """Verdict first, then the arms with their 95 % intervals, length by length."""
-    reason = f": {record.reason}" if record.reason else ""
-    console.print(f"{record.verdict.upper()}{reason}", highlight=False)
-    if not record.passages:
-        return
-    console.print(
-        f"{record.passages} passages of {record.documents} documents, {record.prefix_tokens} "
-        f"tokens from the cache, {record.tail_tokens} read after them, {record.dtype}",
-        highlight=False,
-    )
-    if record.attention:
-        worst = record.attention["by_layer"][record.attention["worst_layer"]]
-        console.print(
-            f"attention output, cosine: {_interval(record.attention['mean'])}, worst layer "
-            f"{record.attention['worst_layer']} {_interval(worst)}",
-            highlight=False,
-        )
-    if not record.arms:
-        return
-    console.print(_arms_table(record.to_json(), "mean [95 % interval]"))
-    gap = "target no better than source" if record.gap_recovered is None else ""
-    console.print(
-        f"retention {_interval(record.retention)}, gap recovered "
-        f"{gap or _interval(record.gap_recovered or {})}, identity differs by "
-        f"{record.identity_max_abs_diff:g}",
-        highlight=False,
-    )
-    for name, figures in record.lengths.items():
-        if "skipped" in figures:
-            console.print(f"{name}: not measured: {figures['skipped']}", highlight=False)
-        else:
-            console.print(_arms_table(figures, f"{name}: {figures['prefix_tokens']} tokens"))
-    if record.tasks:
-        _print_tasks(record.tasks, console)
-
-
-def _arms_table(figures: dict[str, Any], title: str) -> Table:
-    table = Table("arm", "loss", "KL", "top-1 agreement", title=title)
-    for arm, name in ARM_NAMES.items():
-        if arm in figures["arms"]:
-            cells = figures["arms"][arm]
-            table.add_row(name, *(_interval(cells[column]) for column in ("loss", "kl", "top1")))
-    return table
-
-
-def _print_tasks(figures: dict[str, Any], console: Console) -> None:
-    table = Table("arm", "right answers", title=f"{figures['items']} questions")
-    for arm, cell in figures["arms"].items():
-        table.add_row(ARM_NAMES[arm], _interval(cell))
-    console.print(table)
-    ratios = {
-        "retention": figures["retention"],
-        "floor-normalised": figures["floor_normalised"],
-        "gap recovered": figures["gap_recovered"],
-    }
-    told = (f"{name} {_interval(c) if c else 'not defined'}" for name, c in ratios.items())
-    console.print(", ".join(told), highlight=False)
-
-
-def _interval(cell: dict[str, float]) -> str:
-    return f"{cell['mean']:.4f} [{cell['low']:.4f}, {cell['high']:.4f}]"

@@ -1,4 +1,4 @@
-"""What several subcommands share: model pairs, text, number options, progress."""
+"""What several subcommands share: number options, progress."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import torch
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -18,12 +17,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from kvstore_xfer.errors import ConfigError
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 @contextmanager
@@ -83,32 +78,3 @@ def auto_or_ridge(text: str) -> float | None:
     if not 0 < ridge < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is neither 'auto' nor a number above 0")
     return ridge
-
-
-def torch_dtype(name: str) -> torch.dtype | str:
-    """The dtype of a `--dtype` option; 'auto' is passed on: the model's own."""
-    if name == "auto":
-        return name
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
-def torch_device(name: str) -> str:
-    """The device of a `--device` option; 'auto' prefers a GPU. Raises ConfigError if missing."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError):
-        raise ConfigError(f"--device {name}: not available here; give cpu or auto") from None
-    return name
-
-
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        default="auto",
-        help="dtype both models run and cache in (default: the target's own)",
-    )
-    parser.add_argument("--device", default="auto", help="torch device (default: a GPU if any)")

@@ -18,8 +18,10 @@ from rich.table import Table
 from transformers import DynamicCache
 
 from kvstore_xfer.blocks.chain import chain_hashes
-from kvstore_xfer.cli.check import EXIT_REJECTED, print_record
-from kvstore_xfer.cli.common import add_model_options, progress, torch_device, torch_dtype
+from kvstore_xfer.cli.check import EXIT_REJECTED
+from kvstore_xfer.cli.common import progress
+from kvstore_xfer.cli.models import add_model_options, load_pair
+from kvstore_xfer.cli.show_record import print_record
 from kvstore_xfer.errors import ConfigError, TextError
 from kvstore_xfer.fit.accumulate import FitOptions
 from kvstore_xfer.fit.run import Side, fit
@@ -28,7 +30,6 @@ from kvstore_xfer.gate.check import check
 from kvstore_xfer.mapper.artifact import record_gate
 from kvstore_xfer.outcome import Outcome
 from kvstore_xfer.tier.open import open_tier
-from kvxfer_transformers.model import load_model
 from kvxfer_transformers.session import Session, engine_of, greedy
 
 if TYPE_CHECKING:
@@ -84,9 +85,7 @@ def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="kvxfer-demo-") as folder:
         work = Path(folder)
         paths, texts = _inputs(options, work)
-        device = torch_device(options.device)
-        target = load_model(paths[1], dtype=torch_dtype(options.dtype), device=device)
-        source = load_model(paths[0], dtype=target.dtype, device=device)
+        source, target = load_pair(paths[0], paths[1], options)
         record = _fit_and_check(source, target, texts, work / "mapper")
         print_record(record, console)
         figures = _serve(source, target, texts, _manifest(work, paths))
@@ -150,6 +149,9 @@ def _fit_and_check(
 
 def _manifest(work: Path, paths: list[str]) -> Path:
     source, target = (str(Path(path).absolute()) if Path(path).is_dir() else path for path in paths)
+    pair: dict[str, Any] = {"source": "source", "target": "target", "mapper": "mapper"}
+    # What is timed is longer than these models can read: nothing is said of its quality.
+    pair["policy"] = {"max_beyond_checked": 2.0 * PREFIX_TOKENS / CONTINUED_TOKENS}
     file = work / "family.yaml"
     file.write_text(
         yaml.safe_dump(
@@ -157,7 +159,7 @@ def _manifest(work: Path, paths: list[str]) -> Path:
                 "family": "demo",
                 "store": "local:store?min_free=0",
                 "models": {"source": {"path": source}, "target": {"path": target}},
-                "pairs": [{"source": "source", "target": "target", "mapper": "mapper"}],
+                "pairs": [pair],
             }
         ),
         encoding="utf-8",

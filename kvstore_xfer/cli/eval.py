@@ -12,23 +12,21 @@ from rich.console import Console
 from rich.table import Table
 
 from kvstore_xfer.cli.common import (
-    add_model_options,
     positive_int,
     progress,
-    torch_device,
-    torch_dtype,
 )
+from kvstore_xfer.cli.models import add_model_options, load_pair
 from kvstore_xfer.errors import ConfigError
 from kvstore_xfer.fit.text import cut_sequences
 from kvstore_xfer.gate.handoff import Drift, run_handoffs
 from kvstore_xfer.mapper.artifact import load
 from kvstore_xfer.mapper.convert_select import make_converter
-from kvxfer_transformers.model import LoadedModel, load_model
 
 if TYPE_CHECKING:
     import argparse
 
     from kvstore_xfer.mapper.artifact import Artifact
+    from kvxfer_transformers.model import LoadedModel
 
 
 @dataclass(frozen=True)
@@ -109,9 +107,8 @@ def run(options: argparse.Namespace) -> int:
     back = None if options.back is None else load(options.back)
     if back is not None:
         _require_reverse(forward, back)
-    device = torch_device(options.device)
-    target = load_model(forward.mapper.target.name, dtype=torch_dtype(options.dtype), device=device)
-    source = load_model(forward.mapper.source.name, dtype=target.dtype, device=device)
+    mapper = forward.mapper
+    source, target = load_pair(mapper.source.name, mapper.target.name, options)
     rows = _tasks(options, names, forward, source, target) if names else []
     if names and back is not None:
         rows += _tasks(options, names, back, target, source)

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore_xfer.cli.common import (
-    add_model_options,
     auto_or_int,
     auto_or_ridge,
     positive_int,
     progress,
-    torch_device,
-    torch_dtype,
 )
+from kvstore_xfer.cli.models import add_pair_options, load_pair
 from kvstore_xfer.errors import ConfigError
 from kvstore_xfer.fit.accumulate import FitOptions, require_pair
 from kvstore_xfer.fit.run import Side, fit
@@ -24,7 +22,6 @@ from kvstore_xfer.fit.text import cut_sequences
 from kvstore_xfer.mapper.artifact import MANIFEST_FILE
 from kvstore_xfer.mapper.maps import Method
 from kvstore_xfer.models.description import describe
-from kvxfer_transformers.model import load_model
 
 if TYPE_CHECKING:
     import argparse
@@ -38,9 +35,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="fit the mapper of one ordered pair from two models and a text",
         description="Fit a mapper that turns blocks of SOURCE into blocks of TARGET.",
     )
-    parser.add_argument("--source", required=True, help="model folder or hub id to read from")
-    parser.add_argument("--target", required=True, help="model folder or hub id to write for")
-    parser.add_argument("--text", required=True, type=Path, help=".txt, .jsonl or .parquet file")
+    add_pair_options(parser)
     parser.add_argument("--out", required=True, type=Path, help="mapper folder to write")
     parser.add_argument("--method", choices=[m.value for m in Method], default="head-local")
     parser.add_argument("--layers", type=auto_or_int, default=None, metavar="N|auto")
@@ -71,7 +66,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--resume", action="store_true", help="go on after the checkpoint of an interrupted fit"
     )
     parser.add_argument("--json", action="store_true", help="print the manifest's facts as JSON")
-    add_model_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -81,9 +75,7 @@ def run(options: argparse.Namespace) -> int:
     # A folder is remembered by its full path: 'check' may run elsewhere.
     options.source, options.target = map(_located, (options.source, options.target))
     require_pair(describe(options.source), describe(options.target))
-    device = torch_device(options.device)
-    target = load_model(options.target, dtype=torch_dtype(options.dtype), device=device)
-    source = load_model(options.source, dtype=target.dtype, device=device)
+    source, target = load_pair(options.source, options.target, options)
     sequences = cut_sequences(
         options.text, source.tokenize, tokens=options.sequence_tokens, count=options.sequences
     )
@@ -95,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
             options.out,
             chosen,
             resume=options.resume,
-            device=device,
+            device=str(target.device),
             dtype=str(target.dtype).removeprefix("torch."),
             progress=update,
         )

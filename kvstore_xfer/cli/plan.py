@@ -130,8 +130,10 @@ def _plan(
         or policy.conversion_tokens_per_second
         or record.conversion_tokens_per_second,
     )
+    checked = policy.checked_limit(record.longest_prefix_tokens)
     policy = replace(
         policy,
+        max_prefix_tokens=min(checked, policy.max_prefix_tokens or checked),
         prefill_tokens_per_second=rates.prefill,
         conversion_tokens_per_second=rates.conversion,
     )

@@ -5,22 +5,15 @@ from __future__ import annotations
 import json
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from kvstore_xfer.cli.common import (
-    add_model_options,
-    positive_int,
-    progress,
-    torch_device,
-    torch_dtype,
-)
+from kvstore_xfer.cli.common import positive_int, progress
+from kvstore_xfer.cli.models import add_pair_options, load_pair
 from kvstore_xfer.fit.text import cut_sequences
 from kvstore_xfer.gate.predict import LIKELY, PLANNED_SEQUENCES, Forecast, predict
-from kvxfer_transformers.model import load_model
 
 if TYPE_CHECKING:
     import argparse
@@ -34,9 +27,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="before a fit: is this pair likely to pass the check, and with which method",
         description="Exit code 0: likely, 3: unlikely. Nothing is written.",
     )
-    parser.add_argument("--source", required=True, help="model folder or hub id to read from")
-    parser.add_argument("--target", required=True, help="model folder or hub id to write for")
-    parser.add_argument("--text", required=True, type=Path, help=".txt, .jsonl or .parquet file")
+    add_pair_options(parser)
     parser.add_argument("--sequences", type=positive_int, default=48, help="default: 48")
     parser.add_argument(
         "--sequence-tokens", type=positive_int, default=1024, help="tokens each (default: 1024)"
@@ -48,21 +39,23 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help=f"sequences that the real fit will have (default: {PLANNED_SEQUENCES})",
     )
     parser.add_argument("--json", action="store_true", help="print the forecast as JSON")
-    add_model_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    device = torch_device(options.device)
-    target = load_model(options.target, dtype=torch_dtype(options.dtype), device=device)
-    source = load_model(options.source, dtype=target.dtype, device=device)
+    source, target = load_pair(options.source, options.target, options)
     sequences = cut_sequences(
         options.text, source.tokenize, tokens=options.sequence_tokens, count=options.sequences
     )
     started = time.perf_counter()
     with progress("trying methods") as update:
         forecast = predict(
-            source, target, sequences, planned=options.planned, device=device, progress=update
+            source,
+            target,
+            sequences,
+            planned=options.planned,
+            device=str(target.device),
+            progress=update,
         )
     if options.json:
         sys.stdout.write(json.dumps(forecast.to_json(), indent=2) + "\n")

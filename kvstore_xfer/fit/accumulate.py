@@ -67,11 +67,7 @@ class Accumulator:
         device: str = "cpu",
     ) -> None:
         require_pair(source, target)
-        if options.layers is not None and not 1 <= options.layers <= source.layers:
-            raise ConfigError(
-                f"--layers {options.layers}: {source.name} has {source.layers} layers; "
-                f"give 1 to {source.layers} or 'auto'"
-            )
+        require_layers(source, options.layers)
         self._source, self._target, self._options = source, target, options
         self._heads = assign_heads(source.kv_heads, target.kv_heads)
         groups = target.kv_heads if options.method is Method.HEAD_LOCAL else 1
@@ -97,15 +93,9 @@ class Accumulator:
 
     def add(self, index: int, source: KvPage, target: KvPage) -> None:
         """Add one sequence: its number, and both models' caches of all its tokens."""
-        split = split_of(index)
-        for model, page in ((self._source, source), (self._target, target)):
-            require_finite(model, index, page)
-        pairs = {
-            "keys": (stripped(source, self._source.rope), stripped(target, self._target.rope)),
-            "values": (source.values, target.values),
-        }
+        pairs = component_pairs(index, (self._source, source), (self._target, target))
         for component, (inputs, outputs) in pairs.items():
-            self.moments[f"{component}.{split}"].update(
+            self.moments[f"{component}.{split_of(index)}"].update(
                 self._inputs(inputs), self._outputs(outputs)
             )
 
@@ -194,6 +184,28 @@ def require_pair(source: ModelDescription, target: ModelDescription) -> None:
             f"{source.name} and {target.name}: tokenizers differ (vocabulary, merges or added "
             "tokens), so token i is not the same text in both; choose models of one family"
         )
+
+
+def require_layers(source: ModelDescription, wanted: int | None) -> None:
+    """Raises ConfigError when more layers are wanted than the source has."""
+    if wanted is not None and not 1 <= wanted <= source.layers:
+        raise ConfigError(
+            f"--layers {wanted}: {source.name} has {source.layers} layers; "
+            f"give 1 to {source.layers} or 'auto'"
+        )
+
+
+def component_pairs(
+    index: int, source: tuple[ModelDescription, KvPage], target: tuple[ModelDescription, KvPage]
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """What sequence `index` adds to a fit: keys without RoPE and values, source and target.
+
+    Each ``[L, T, H, d]``. Raises ModelError for values that are not numbers.
+    """
+    for model, page in (source, target):
+        require_finite(model, index, page)
+    keys = tuple(stripped(page, model.rope) for model, page in (source, target))
+    return {"keys": (keys[0], keys[1]), "values": (source[1].values, target[1].values)}
 
 
 def stripped(page: KvPage, rope: RopeSpec | None) -> torch.Tensor:

@@ -22,12 +22,12 @@ import torch
 from kvstore_xfer.errors import ConfigError
 from kvstore_xfer.fit.accumulate import (
     FitOptions,
-    require_finite,
+    component_pairs,
+    require_layers,
     require_memory,
     require_pair,
     require_split,
     split_of,
-    stripped,
     weight_dtype,
 )
 from kvstore_xfer.fit.moments import Moments
@@ -84,10 +84,8 @@ class LowRankAccumulator:
         self, index: int, source: KvPage, target: KvPage, gradients: KvPage | None = None
     ) -> None:
         """Add one sequence; `gradients` are those of the target's stripped keys and its values."""
-        for model, page in ((self._source, source), (self._target, target)):
-            require_finite(model, index, page)
-        x = [part[self._layers] for part in (stripped(source, self._source.rope), source.values)]
-        y = [stripped(target, self._target.rope), target.values]
+        pairs = component_pairs(index, (self._source, source), (self._target, target)).values()
+        x, y = [part[self._layers] for part, _ in pairs], [part for _, part in pairs]
         rows = (torch.cat([token_rows(part.double()) for part in side], 1)[None] for side in (x, y))
         self.moments[split_of(index)].update(*rows)
         if gradients is not None:
@@ -201,11 +199,7 @@ class Factors:
 
 def _source_layers(source: ModelDescription, wanted: int | None) -> list[int]:
     """Evenly spaced layers from the first to the last: as many as asked for, or as is bounded."""
-    if wanted is not None and not 1 <= wanted <= source.layers:
-        raise ConfigError(
-            f"--layers {wanted}: {source.name} has {source.layers} layers; "
-            f"give 1 to {source.layers} or 'auto'"
-        )
+    require_layers(source, wanted)
     width = source.kv_heads * (source.key_dim + source.value_dim)
     count = wanted or max(1, min(source.layers, MAX_INPUTS // width))
     return [round((n + 0.5) * source.layers / count - 0.5) for n in range(count)]

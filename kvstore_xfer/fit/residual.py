@@ -14,12 +14,11 @@ import torch
 from kvstore_xfer.errors import ConfigError
 from kvstore_xfer.fit.accumulate import (
     FitOptions,
-    require_finite,
+    component_pairs,
     require_memory,
     require_pair,
     require_split,
     split_of,
-    stripped,
     weight_dtype,
 )
 from kvstore_xfer.fit.moments import Moments
@@ -67,14 +66,9 @@ class ResidualAccumulator:
 
     def add(self, index: int, source: KvPage, target: KvPage) -> None:
         """Add one sequence."""
-        for model, page in ((self._source, source), (self._target, target)):
-            require_finite(model, index, page)
-        pairs = (
-            (stripped(source, self._source.rope), stripped(target, self._target.rope)),
-            (source.values, target.values),
-        )
-        for name, (x, y) in zip(_COMPONENTS, pairs, strict=True):
-            x, y = x.double(), y.double()
+        pairs = component_pairs(index, (self._source, source), (self._target, target))
+        for name, (inputs, outputs) in pairs.items():
+            x, y = inputs.double(), outputs.double()
             self.moments[f"{name}.{split_of(index)}"].update(x.flatten(2), (y - x).flatten(2))
 
     def finish(self) -> tuple[Mapper, Choice]:

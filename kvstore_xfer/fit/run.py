@@ -17,6 +17,7 @@ from kvstore_xfer.fit.accumulate import HELD_OUT_EVERY, Accumulator, FitOptions
 from kvstore_xfer.fit.checkpoint import FOLDER, drop_checkpoint, load_checkpoint, save_checkpoint
 from kvstore_xfer.fit.low_rank import SENSITIVITY_SEQUENCES, LowRankAccumulator
 from kvstore_xfer.fit.mlp import RowFiles, train
+from kvstore_xfer.fit.overlap import sketch
 from kvstore_xfer.fit.residual import ResidualAccumulator
 from kvstore_xfer.fit.text import TokenSequence, sequences_digest
 from kvstore_xfer.fit.weighted import WeightedAccumulator
@@ -258,6 +259,7 @@ def _fit_record(
             "sequences": len(sequences),
             "tokens_per_sequence": len(sequences[0].tokens),
             "documents": sorted({sequence.document for sequence in sequences}),
+            "ngrams": sketch([sequence.tokens for sequence in sequences]),
         },
         "held_out": f"every {HELD_OUT_EVERY}th sequence, for layers, k and ridge",
         "weights": "attention" if options.weighted else "none",

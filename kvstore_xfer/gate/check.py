@@ -36,6 +36,7 @@ from kvstore_xfer.gate.figures import (
     first_broken_arm,
     task_figures,
 )
+from kvstore_xfer.gate.fitted import FittedText
 from kvstore_xfer.gate.lengths import CALIBRATION, Length, cannot_use
 from kvstore_xfer.gate.record import ACCEPTED, REJECTED, GateRecord, Thresholds, subject
 from kvstore_xfer.gate.structure import compare_caches
@@ -258,21 +259,32 @@ def _require_room(artifact: Artifact, length: Length) -> None:
 def _unseen(
     artifact: Artifact, lengths: Sequence[Length], limits: Thresholds
 ) -> tuple[list[Length], str]:
-    """The lengths without documents of the fit, or why the text is no held-out text."""
-    seen = set(artifact.fit.get("calibration", {}).get("documents", ()))
+    """The lengths without what the fit has seen, or why the text is no held-out text."""
+    fitted = FittedText(artifact)
     kept = []
     for length in lengths:
-        left = [passage for passage in length.passages if passage.document not in seen]
+        left = [p for p in length.passages if not fitted.has(p.document, p.tokens)]
         if not length.skipped and not _enough(left, limits):
             if _enough(length.passages, limits):
-                documents = {passage.document for passage in length.passages}
-                return [], (
-                    f"held_out: {len(documents & seen)} of the text's {len(documents)} documents "
-                    "were used in the fit; give documents that the fit has not seen"
-                )
+                return [], _leak(fitted, length.passages)
             raise _too_little(length.name, left, limits)
         kept.append(replace(length, passages=left))
     return kept, ""
+
+
+def _leak(fitted: FittedText, passages: Sequence[TokenSequence]) -> str:
+    documents = {passage.document for passage in passages}
+    used = len(documents & fitted.documents)
+    if used:
+        return (
+            f"held_out: {used} of the text's {len(documents)} documents were used in the fit; "
+            "give documents that the fit has not seen"
+        )
+    copies = sum(fitted.repeats(passage.tokens) for passage in passages)
+    return (
+        f"held_out: {copies} of {len(passages)} passages repeat text of the fit under another "
+        "document; give text that the fit has not seen"
+    )
 
 
 def _enough(passages: Sequence[TokenSequence], limits: Thresholds) -> bool:
@@ -296,8 +308,8 @@ def _too_little(name: str, passages: Sequence[TokenSequence], limits: Thresholds
 def _unseen_items(
     artifact: Artifact, items: Sequence[TaskItem], limits: Thresholds
 ) -> list[TaskItem]:
-    seen = set(artifact.fit.get("calibration", {}).get("documents", ()))
-    left = [item for item in items if item.document not in seen]
+    fitted = FittedText(artifact)
+    left = [item for item in items if not fitted.has(item.document, item.context)]
     documents = len({item.document for item in left})
     if items and (len(left) < limits.min_task_items or documents < _documents_needed(limits)):
         raise TextError(

@@ -110,8 +110,7 @@ def _small_fit(artifact: Artifact, limits: Thresholds) -> str:
             f"calibration: fitted on {sequences} sequences, needed are "
             f"{limits.min_fit_sequences}; fit on more text"
         )
-    maps = (*artifact.mapper.keys, *artifact.mapper.values)
-    inputs = max(layer.weight.shape[-2] for layer in maps)
+    inputs = artifact.mapper.inputs
     if sequences * tokens < limits.min_rows_per_input * inputs:
         return (
             f"calibration: fitted on {sequences * tokens} tokens for maps of {inputs} inputs, "

@@ -92,6 +92,14 @@ class Mapper:
         shared = 0 if self.encoder is None else self.encoder.numel()
         return shared + sum(tensor.numel() for tensor in maps)
 
+    @property
+    def inputs(self) -> int:
+        """Numbers that the widest fitted map reads of a token; 0 where no map reads any."""
+        if self.encoder is not None:
+            return len(self.encoder)
+        firsts = (layer.before or (layer.weight,) for layer in (*self.keys, *self.values))
+        return max((first.shape[-2] for first, *_ in firsts if first.numel()), default=0)
+
     def shard(self, first_head: int, last_head: int) -> Mapper:
         """The maps for target heads ``[first_head, last_head)``; source heads stay whole."""
         cut = slice(first_head, last_head)

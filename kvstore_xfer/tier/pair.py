@@ -76,6 +76,14 @@ class Pair:
         measured = 0.0 if self.gate is None else self.gate.prefill_tokens_per_second
         return self.policy.prefill_tokens_per_second or measured
 
+    def too_long(self, end: int) -> Reason | None:
+        """Why a block that ends at token `end` is not converted, or None when it may be."""
+        longest = self.policy.max_prefix_tokens
+        if longest is not None and end > longest:
+            return Reason.MAX_PREFIX
+        checked = 0 if self.gate is None else self.gate.longest_prefix_tokens
+        return Reason.BEYOND_CHECKED if end > self.policy.checked_limit(checked) else None
+
     def source_layouts(self, store: BlockStore) -> list[SourceLayout]:
         """For each complete layout the source is served in: which shards hold what.
 

@@ -173,10 +173,8 @@ class Planner:
         tokens = self._identity.block_tokens
         for pair in self._pairs:
             mine = [i for i, plan in enumerate(plans) if plan.served and plan.pair is pair]
-            longest = pair.policy.max_prefix_tokens
-            reasons: dict[int, Reason] = {}
-            if longest is not None:
-                reasons = {i: Reason.MAX_PREFIX for i in mine if (i + 1) * tokens > longest}
+            ends = {i: pair.too_long((i + 1) * tokens) for i in mine}
+            reasons = {i: reason for i, reason in ends.items() if reason is not None}
             left = (len(mine) - len(reasons)) * tokens
             if whole_prompt and left < pair.policy.min_tokens:
                 reasons = dict.fromkeys(mine, Reason.MIN_TOKENS)

@@ -31,7 +31,10 @@ class Policy:
     hold_back_tokens
         The newest tokens of a prompt that the target always computes itself.
     max_prefix_tokens
-        No block that ends beyond this position is converted; None is no limit.
+        No block that ends beyond this position is converted; None is no limit of its own.
+    max_beyond_checked
+        Nor one that ends beyond this many times the longest prefix that the check measured: what
+        maps do further on, nobody has seen.
     budget_seconds
         Longest time that one read may spend converting.
     conversion_overhead_seconds, prefill_tokens_per_second, conversion_tokens_per_second
@@ -49,12 +52,17 @@ class Policy:
     min_tokens: int = 0
     hold_back_tokens: int = 0
     max_prefix_tokens: int | None = None
+    max_beyond_checked: float = 4.0
     budget_seconds: float = 2.0
     conversion_overhead_seconds: float = 0.0
     prefill_tokens_per_second: float | None = None
     conversion_tokens_per_second: float | None = None
     sampled_share: float = 0.01
     min_retention: float | None = None
+
+    def checked_limit(self, checked_tokens: int) -> int:
+        """The end of the last block that may be converted, by the check alone."""
+        return int(self.max_beyond_checked * checked_tokens)
 
     def pays(self, tokens: int, measured_prefill: float, measured_conversion: float) -> bool:
         """Whether converting `tokens` is predicted to be faster than prefilling them.

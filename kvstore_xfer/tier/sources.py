@@ -115,10 +115,8 @@ class SourceReader:
         first = firsts.pop()
         if first is None or firsts or first % self._tokens:
             return 0, BlockResult(Outcome.DECLINED, Reason.POSITION_UNKNOWN)
-        longest = pair.policy.max_prefix_tokens
-        if longest is not None and first + self._tokens > longest:
-            return 0, BlockResult(Outcome.DECLINED, Reason.MAX_PREFIX)
-        return first, None
+        reason = pair.too_long(first + self._tokens)
+        return first, None if reason is None else BlockResult(Outcome.DECLINED, reason)
 
 
 def _assemble(pair: Pair, plan: BlockPlan, page: KvPage, staged: dict[str, KvPage]) -> None:

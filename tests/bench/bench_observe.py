@@ -105,7 +105,8 @@ def open_tiers(store, folder):
     save(folder, Artifact(random_mapper(source, target)))
     artifact = load(folder)
     record = GateRecord(ACCEPTED, "", **subject(artifact.mapper, "float32"))
-    record = replace(record, prefill_tokens_per_second=1e3, conversion_tokens_per_second=1e6)
+    rates = {"prefill_tokens_per_second": 1e3, "conversion_tokens_per_second": 1e6}
+    record = replace(record, **rates, longest_prefix_tokens=4096)
     artifact = replace(artifact, gate={"float32": record.to_json()})
     probes = torch.randn(target.layers, target.kv_heads, 16, target.key_dim).half()
     watch = WatchRecord(artifact.mapper.digest, Relation(((1.0, 0.0),), (0.1,), 1e-9), probes)

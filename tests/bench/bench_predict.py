@@ -1,9 +1,9 @@
-"""Prints the table of docs/predict.md: the forecast beside the gate's verdict, for all pairs.
+"""Prints the table of docs/fidelity.md: the forecast beside the gate's verdict, for all pairs.
 
 The bed is every ordered pair of the shipped small and large model, a fine-tune of small, an
 unrelated model of the same tokenizer, large with scrambled tokens, and large untrained.
 
-python tests/bench/bench_predict.py [NAME ...]    (the models to pair; default: all)
+python tests/bench/bench_predict.py [SOURCE:TARGET ...]    (default: every ordered pair)
 """
 
 import itertools
@@ -16,11 +16,12 @@ import torch
 from models import FAMILY, fine_tune, from_scratch, scrambled, untrained
 
 from kvstore_xfer.fit.accumulate import FitOptions
-from kvstore_xfer.fit.run import Side, fit
+from kvstore_xfer.fit.run import fit
 from kvstore_xfer.fit.text import cut_sequences
 from kvstore_xfer.gate.check import check
 from kvstore_xfer.gate.predict import LIKELY, METHODS, predict
 from kvxfer_transformers.model import load_model
+from kvxfer_transformers.remembered import RememberedModel
 
 TOKENS, SEQUENCES, TRIAL, PASSAGES = 128, 120, 36, 20
 PREFIX = TOKENS * 3 // 4
@@ -37,7 +38,12 @@ BED = {
 
 
 def bed(names: list[str], work: Path) -> dict:
-    return {name: load_model(BED[name](work / name), dtype=torch.float32) for name in names}
+    return {
+        name: RememberedModel(
+            load_model(BED[name](work / name), dtype=torch.float32), work / "said" / name
+        )
+        for name in names
+    }
 
 
 def gate(source, target, passages, layers: dict, work: Path):
@@ -46,10 +52,8 @@ def gate(source, target, passages, layers: dict, work: Path):
     sequences = cut_sequences(text, source.tokenize, tokens=TOKENS, count=SEQUENCES)
     records = []
     for method in METHODS:
-        sides = (Side(model.description, model.capture) for model in (source, target))
-        artifact = fit(
-            *sides, sequences, work / "mapper", FitOptions(method, layers.get(method.value), 1e-3)
-        )
+        options = FitOptions(method, layers.get(method.value), 1e-3)
+        artifact = fit(source.side, target.side, sequences, work / "mapper", options)
         records.append((method.value, check(artifact, source, target, passages, PREFIX)))
         if records[-1][1].accepted:
             break
@@ -82,18 +86,19 @@ def row(names, models, passages, work: Path) -> bool:
 
 def main() -> None:
     torch.set_num_threads(1)
+    given = [tuple(pair.split(":")) for pair in sys.argv[1:]]
+    pairs = given or list(itertools.permutations(BED, 2))
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        models = bed(sys.argv[1:] or list(BED), work)
+        models = bed(list(dict.fromkeys(name for pair in pairs for name in pair)), work)
         passages = cut_sequences(
             FAMILY / "text" / "heldout.jsonl",
-            models["small"].tokenize,
+            next(iter(models.values())).tokenize,
             tokens=TOKENS,
             count=PASSAGES,
         )
         print("| pair | forecast | KL expected | gate | KL | right | s |")
-        print("|---|---|---|---|---|---|---|")
-        pairs = list(itertools.permutations(models, 2))
+        print("|---|---|---|---|---|---|---|", flush=True)
         right = sum(row(names, models, passages, work) for names in pairs)
     print(f"\n{right} of {len(pairs)} forecasts are the gate's verdict")
 

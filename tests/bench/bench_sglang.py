@@ -65,7 +65,8 @@ class Bench:
         self._serial = 0
         models = {name: FAMILY / name for name in ("small", "large")}
         pair = {"source": "small", "target": "large", "mapper": str(mapper)}
-        pair["policy"] = {"sampled_share": 0.0}  # a sampled prompt would not be converted
+        # A sampled prompt would not be converted, and these models read 256 tokens: time only.
+        pair["policy"] = {"sampled_share": 0.0, "max_beyond_checked": 32.0}
         manifest = write_manifest(work / "family.yaml", f"local://{work}/store", models, [pair])
         links = PackageLinks(work / "path")
         plugins = {"sglang.srt.plugins": {"sglang_on_cpu": "sglang_on_cpu:activate"}}

@@ -107,7 +107,7 @@ def test_fit_and_check_run_commands_that_exist():
         assert program == "kvxfer"
         arguments = [*rest, *SERVICES[name]["command"]]
         parsed[name] = _parser(arguments).parse_args(arguments)
-    assert parsed["check"].mapper == parsed["fit"].out
+    assert parsed["check"].mapper == [parsed["fit"].out]
     assert str(parsed["fit"].out) == load_family(FOLDER / "family.yaml").pairs[0].mapper
 
 

@@ -39,8 +39,8 @@ def captured(pair, random_page):
 def fitted(pair, captured, *, gradients=True, **options):
     given = {"ridge": RIDGE, **options}
     accumulator = LowRankAccumulator(*pair, FitOptions(Method.LOW_RANK, **given))
-    for index, (source, target, slope) in enumerate(captured):
-        accumulator.add(index, source, target, slope if gradients else None)
+    for index, pages in enumerate(captured):
+        accumulator.add(index, *(pages if gradients else pages[:2]))
     return accumulator.finish()[0]
 
 
@@ -144,6 +144,7 @@ def test_the_default_rank_has_the_parameters_of_a_head_local_map(pair, captured)
     mapper = fitted(pair, captured)
     head_local = 2 * 2 * 3 * (4 * 6 + 6 * 4)
     p, q = 3 * 2 * 10, 2 * 2 * 10
+    assert mapper.inputs == p
     without_bias = mapper.parameters - 2 * 2 * 10
     assert head_local - (p + q) < without_bias <= head_local
 

@@ -1,66 +1,75 @@
 """The shipped pair by its full protocol: what docs/fidelity.md states, and the floors it must keep.
 
-192 tokens mapped, the next 64 read natively, 60 held-out passages, 300 calibration passages.
+192 tokens mapped, the next 64 read natively, 60 held-out passages, 300 calibration passages. Both
+models run every text once for all methods.
 """
-
-import json
-from pathlib import Path
 
 import pytest
 
-from kvstore_xfer.cli.main import main
+from kvstore_xfer.fit.accumulate import FitOptions
+from kvstore_xfer.fit.run import fit
+from kvstore_xfer.fit.text import cut_sequences
+from kvstore_xfer.gate.check import check
+from kvstore_xfer.gate.lengths import CALIBRATION, SHORT, cut_lengths
+from kvstore_xfer.mapper.maps import Method
+from kvxfer_transformers.remembered import RememberedModel
 
-FAMILY = Path(__file__).parents[1] / "data" / "family"
-
+PREFIX, TAIL = 192, 64
+HEAD_LOCAL, WEIGHTED = FitOptions(), FitOptions(weighted=True)
+LOW_RANK = FitOptions(Method.LOW_RANK)
 # source, target, method: largest KL, smallest top-1 agreement
 FLOORS = {
-    ("small", "large", "head-local"): (0.025, 0.89),
-    ("small", "large", "head-local --weights attention"): (0.0145, 0.91),
-    ("small", "large", "low-rank"): (0.010, 0.92),
-    ("large", "small", "head-local"): (0.011, 0.92),
-    ("large", "small", "low-rank"): (0.0045, 0.95),
+    ("small", "large", HEAD_LOCAL): (0.025, 0.89),
+    ("small", "large", WEIGHTED): (0.0145, 0.91),
+    ("small", "large", LOW_RANK): (0.010, 0.92),
+    ("large", "small", HEAD_LOCAL): (0.011, 0.92),
+    ("large", "small", LOW_RANK): (0.0045, 0.95),
 }
 
 
+@pytest.fixture(scope="module")
+def remembered(family_models, tmp_path_factory):
+    work = tmp_path_factory.mktemp("remembered")
+    models = {"small": family_models.source, "large": family_models.target}
+    return {name: RememberedModel(model, work / name) for name, model in models.items()}
+
+
+@pytest.fixture(scope="module")
+def sequences(family_models):
+    f = family_models
+    return cut_sequences(f.calibration, f.source.tokenize, tokens=PREFIX + TAIL, count=300)
+
+
+@pytest.fixture(scope="module")
+def lengths(family_models):
+    """Beyond 256 tokens these models cannot read."""
+    f, wanted = family_models, (CALIBRATION, SHORT)
+    sizes = {"prefix": PREFIX, "tail": TAIL, "count": 60, "longest": 0, "wanted": wanted}
+    return cut_lengths(f.heldout, f.source.tokenize, **sizes)
+
+
+def _id(value):
+    weighted = getattr(value, "weighted", False)
+    return f"{value.method.value}{'-weighted' * weighted}" if hasattr(value, "method") else value
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("source", "target", "method"), FLOORS)
+@pytest.mark.parametrize(("source", "target", "options"), FLOORS, ids=_id)
 def test_a_plain_fit_reaches_its_figures_and_leaves_the_controls_behind(
-    source, target, method, tmp_path, capsys
+    source, target, options, remembered, sequences, lengths, tmp_path
 ):
-    mapper, text = tmp_path / "mapper", FAMILY / "text"
-    models = ["--source", str(FAMILY / source), "--target", str(FAMILY / target)]
-    size = ["--sequences", "300", "--sequence-tokens", "256", "--dtype", "float32"]
-    calibration = str(text / "calibration.jsonl")
-    assert not main(
-        [
-            "fit",
-            *models,
-            "--text",
-            calibration,
-            "--out",
-            str(mapper),
-            "--method",
-            *method.split(),
-            *size,
-        ]
-    )
-    capsys.readouterr()
-    held_out = str(text / "heldout.jsonl")
-    lengths = ["--lengths", "calibration,short"]  # beyond 256 tokens these models cannot read
-    assert not main(
-        ["check", str(mapper), "--text", held_out, "--dtype", "float32", "--json", *lengths]
-    )
-    record = json.loads(capsys.readouterr().out)
+    models = remembered[source], remembered[target]
+    artifact = fit(*(model.side for model in models), sequences, tmp_path / "mapper", options)
+    first, short = lengths
+    record = check(artifact, *models, first.passages, PREFIX, lengths=[short])
+    assert record.accepted, record.reason
     arms = {
-        arm: {name: cell["mean"] for name, cell in row.items()}
-        for arm, row in record["arms"].items()
+        arm: {name: cell["mean"] for name, cell in row.items()} for arm, row in record.arms.items()
     }
-    largest_kl, smallest_top1 = FLOORS[source, target, method]
-    assert record["passages"] == 60
-    assert record["prefix_tokens"] == 192
-    assert record["tail_tokens"] == 64
+    largest_kl, smallest_top1 = FLOORS[source, target, options]
+    assert (record.passages, record.prefix_tokens, record.tail_tokens) == (60, PREFIX, TAIL)
     assert arms["mapped"]["kl"] <= largest_kl
     assert arms["mapped"]["top1"] >= smallest_top1
     assert arms["wrong"]["kl"] > 4 * arms["mapped"]["kl"]
     assert arms["none"]["kl"] > 4 * arms["mapped"]["kl"]
-    assert record["identity_max_abs_diff"] == 0.0
+    assert record.identity_max_abs_diff == 0.0

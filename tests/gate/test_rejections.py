@@ -8,7 +8,7 @@ import torch
 
 from kvstore_xfer.fit.accumulate import FitOptions
 from kvstore_xfer.fit.run import Side, fit
-from kvstore_xfer.fit.text import cut_sequences
+from kvstore_xfer.fit.text import TokenSequence, cut_sequences
 from kvstore_xfer.gate.arms import run_arms
 from kvstore_xfer.gate.check import check
 from kvstore_xfer.gate.decide import arms_failure
@@ -148,6 +148,17 @@ def test_a_mapper_of_another_pair_is_rejected_even_under_a_false_name(family_map
     forged = replace(artifact, mapper=replace(artifact.mapper, target=f.target.description))
     record = check(forged, f.source, f.target, f.passages[::2], PREFIX, thresholds=LIMITS)
     assert (record.verdict, record.stage) == ("rejected", "attention")
+
+
+def test_copies_of_the_fitted_text_under_other_names_are_no_held_out_text(family_mapper):
+    f = family_mapper
+    copies = [
+        TokenSequence(f"copy {number % 8}", (*sequence.tokens[:-9], *range(9)))
+        for number, sequence in enumerate(f.sequences[:20])
+    ]
+    record = check(f.artifact, f.source, f.target, copies, 192)
+    assert (record.verdict, record.stage) == ("rejected", "held_out")
+    assert record.reason.startswith("held_out: 20 of 20 passages repeat text of the fit")
 
 
 def test_a_fit_on_the_held_out_text_is_rejected(family_mapper, tmp_path):

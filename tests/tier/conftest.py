@@ -105,8 +105,12 @@ class Toy:
 
     @staticmethod
     def record(mapper, verdict=ACCEPTED, **fields):
-        rates = {"prefill_tokens_per_second": 100.0, "conversion_tokens_per_second": 1000.0}
-        return GateRecord(verdict, "", **{**subject(mapper, "float32"), **rates, **fields})
+        measured = {
+            "prefill_tokens_per_second": 100.0,
+            "conversion_tokens_per_second": 1000.0,
+            "longest_prefix_tokens": 4096,
+        }
+        return GateRecord(verdict, "", **{**subject(mapper, "float32"), **measured, **fields})
 
     @staticmethod
     def engine(model, **fields):

@@ -526,6 +526,18 @@ def test_a_batch_keeps_to_the_longest_prefix_by_its_own_positions(toy, family, t
     assert verdicts(results) == [CONVERTED] * 2 + [declined(Reason.MAX_PREFIX), AFTER_GAP]
 
 
+@pytest.mark.parametrize("whole_prompt", [True, False])
+def test_nothing_far_beyond_what_was_checked_is_converted(toy, family, tiers, whole_prompt):
+    made = toy.artifact()
+    record = toy.record(made.mapper, longest_prefix_tokens=4)
+    measured = replace(made, gate={"float32": record.to_json()})
+    target = tiers(toy.target, measured, policy=Policy(max_beyond_checked=2.5))
+    plan = target.find(toy.hashes(TOKENS), whole_prompt=whole_prompt)
+    results = target.read(plan, toy.pages(target, 6))
+    assert verdicts(results)[:3] == [CONVERTED] * 2 + [declined(Reason.BEYOND_CHECKED)]
+    assert not any(result.served for result in results[2:])
+
+
 def test_a_store_that_hangs_costs_the_budget_and_not_the_engine(toy, family, tiers, store):
     target = tiers(toy.target, toy.artifact(), policy=Policy(budget_seconds=0.1))
     toy.prefill(target, toy.target, TOKENS, blocks=slice(0, 2))

@@ -180,7 +180,11 @@ def down_mapper(folder, artifact):
         values=maps(source.value_dim, target.value_dim),
     )
     saved = save(folder, Artifact(mapper))
-    rates = {"prefill_tokens_per_second": 1.0, "conversion_tokens_per_second": 1e6}
+    rates = {
+        "prefill_tokens_per_second": 1.0,
+        "conversion_tokens_per_second": 1e6,
+        "longest_prefix_tokens": 4096,
+    }
     record = GateRecord(ACCEPTED, "", **subject(saved.mapper, "float32"), **rates)
     record_gate(folder, "float32", record.to_json())
     return folder

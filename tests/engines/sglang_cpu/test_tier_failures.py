@@ -208,7 +208,11 @@ def for_other_models(artifact, folder):
     """Accepted, but for a target with other weights."""
     target = replace(artifact.mapper.target, weights_digest="others")
     saved = save(folder, Artifact(replace(artifact.mapper, target=target)))
-    rates = {"prefill_tokens_per_second": 1.0, "conversion_tokens_per_second": 1e6}
+    rates = {
+        "prefill_tokens_per_second": 1.0,
+        "conversion_tokens_per_second": 1e6,
+        "longest_prefix_tokens": 4096,
+    }
     record = GateRecord(ACCEPTED, "", **subject(saved.mapper, "float32"), **rates)
     record_gate(folder, "float32", record.to_json())
     return saved

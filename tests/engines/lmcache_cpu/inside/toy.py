@@ -82,7 +82,11 @@ def make_mapper(folder):
     )
     mapper = Mapper(Method.HEAD_LOCAL, source, target, assign_heads(HEADS, HEADS), keys, values)
     mapper = save(folder, Artifact(mapper)).mapper
-    rates = {"prefill_tokens_per_second": 1.0, "conversion_tokens_per_second": 1e6}
+    rates = {
+        "prefill_tokens_per_second": 1.0,
+        "conversion_tokens_per_second": 1e6,
+        "longest_prefix_tokens": 4096,
+    }
     for dtype in DTYPES.values():
         record = GateRecord(ACCEPTED, "", **subject(mapper, dtype), **rates)
         record_gate(folder, dtype, record.to_json())

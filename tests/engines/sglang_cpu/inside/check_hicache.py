@@ -79,7 +79,11 @@ def make_mapper(folder, method):
     )
     mapper = Mapper(method, source, target, assign_heads(HEADS, HEADS), keys, values)
     mapper = save(folder, Artifact(mapper)).mapper
-    rates = {"prefill_tokens_per_second": 1.0, "conversion_tokens_per_second": 1e6}
+    rates = {
+        "prefill_tokens_per_second": 1.0,
+        "conversion_tokens_per_second": 1e6,
+        "longest_prefix_tokens": 4096,
+    }
     record = GateRecord(ACCEPTED, "", **subject(mapper, "float32"), **rates)
     record_gate(folder, "float32", record.to_json())
     return mapper
