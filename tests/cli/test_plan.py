@@ -18,6 +18,7 @@ SWITCH = {
     "prefill_tokens_per_second": 1000.0,
     "conversion_tokens_per_second": 4000.0,
 }
+FAR = {"max_beyond_checked": 8.0}  # the check measured 192 tokens
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def plan(tmp_path, family_mapper, capsys):
             "family": "test",
             "store": "local:store",
             "models": {name: {"path": name} for name in ("small", "large")},
-            "pairs": [{**pair, "policy": policy or {}, "gate": gate or {}}],
+            "pairs": [{**pair, "policy": {**FAR, **(policy or {})}, "gate": gate or {}}],
         }
         manifest.write_text(yaml.safe_dump(family))
         file.write_text(yaml.safe_dump({"switches": [switch], **traffic}))
@@ -57,6 +58,11 @@ def test_rates_come_from_the_gate_when_the_traffic_gives_none(plan, family_mappe
     rates = family_mapper.record
     expected = 1000 / rates.prefill_tokens_per_second - 1000 / rates.conversion_tokens_per_second
     assert plan(measured)["saving"]["seconds_per_switch"] == pytest.approx(max(expected, 0))
+
+
+def test_what_lies_far_beyond_the_check_is_not_counted(plan):
+    row = plan(policy={"max_beyond_checked": 2.0})
+    assert row["saving"]["converted_tokens_per_switch"] == 2 * 192
 
 
 def test_pairs_not_to_enable(plan, family_mapper, tmp_path):
