@@ -21,12 +21,12 @@ from __future__ import annotations
 import json
 import struct
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from kvstore_xfer.blocks.key import BlockKey
+from kvstore_xfer.blocks.key import BlockKey, is_key
 from kvstore_xfer.errors import BlockFormatError
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ _PREFIX = struct.Struct("<8sIQ")
 # back from a busy engine would take longer than hashing all of it.
 _SMALL_RUN_BYTES = 1 << 20
 _PIECE_BYTES = 64 << 10
+_write_json = json.JSONEncoder(separators=(",", ":"), sort_keys=True).encode
+_read_json = json.JSONDecoder().decode
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,9 @@ class BlockHeader:
         return BlockKey.parse(self.key)
 
 
+_FIELDS = frozenset(item.name for item in fields(BlockHeader))
+
+
 def payload_checksum(payload: Iterable[memoryview]) -> str:
     """xxh3-128 of the runs in order, as hex."""
     digest = xxhash.xxh3_128()
@@ -94,9 +99,14 @@ def seal(header: BlockHeader, payload: Iterable[memoryview]) -> BlockHeader:
 
 
 def encode(header: BlockHeader) -> bytes:
-    """Header bytes, padded so that the payload starts on a 4096-byte boundary."""
-    fields = vars(header) | {"provenance": header.provenance and vars(header.provenance)}
-    text = json.dumps(fields, separators=(",", ":"), sort_keys=True).encode()
+    """Header bytes, padded so that the payload starts on a 4096-byte boundary.
+
+    Raises BlockFormatError when they would be too many.
+    """
+    values = vars(header) | {"provenance": header.provenance and vars(header.provenance)}
+    text = _write_json(values).encode()
+    if len(text) > MAX_HEADER_BYTES:
+        raise BlockFormatError(f"block header: impossible length {len(text)}")
     raw = _PREFIX.pack(MAGIC, len(text), xxhash.xxh3_64_intdigest(text)) + text
     return raw + bytes(-len(raw) % ALIGNMENT)
 
@@ -106,7 +116,7 @@ def header_bytes(first: bytes | memoryview) -> int:
 
     Raises BlockFormatError when they are not the start of a block.
     """
-    return -(-(_PREFIX.size + _text_length(first)) // ALIGNMENT) * ALIGNMENT
+    return -(-(_PREFIX.size + _prefix(first)[0]) // ALIGNMENT) * ALIGNMENT
 
 
 def decode(raw: bytes | memoryview) -> BlockHeader:
@@ -114,35 +124,43 @@ def decode(raw: bytes | memoryview) -> BlockHeader:
 
     Raises BlockFormatError on anything but an intact header.
     """
-    length = _text_length(raw)
+    length, checksum = _prefix(raw)
     text = bytes(raw[_PREFIX.size : _PREFIX.size + length])
-    _, _, checksum = _PREFIX.unpack(bytes(raw[: _PREFIX.size]))
     if len(text) != length or xxhash.xxh3_64_intdigest(text) != checksum:
         raise BlockFormatError("block header: checksum does not match")
     try:
-        fields: dict[str, Any] = json.loads(text)
-        provenance = fields.pop("provenance")
-        header = BlockHeader(
-            provenance=None if provenance is None else Provenance(**provenance), **fields
-        )
+        values: dict[str, Any] = _read_json(text.decode())
+        if values["provenance"] is not None:
+            values["provenance"] = Provenance(**values["provenance"])
+        header = _from_fields(values)
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise BlockFormatError(f"block header: {error}") from None
-    _validate(header)
+    validate(header)
     return header
 
 
-def _text_length(raw: bytes | memoryview) -> int:
+def _from_fields(values: dict[str, Any]) -> BlockHeader:
+    if values.keys() != _FIELDS:
+        return BlockHeader(**values)
+    header = object.__new__(BlockHeader)
+    vars(header).update(values)  # a frozen class's own constructor takes ten times as long
+    return header
+
+
+def _prefix(raw: bytes | memoryview) -> tuple[int, int]:
+    """Length and checksum of the header text."""
     if len(raw) < _PREFIX.size:
         raise BlockFormatError("block header: truncated")
-    magic, length, _ = _PREFIX.unpack(bytes(raw[: _PREFIX.size]))
+    magic, length, checksum = _PREFIX.unpack_from(raw)
     if magic != MAGIC:
         raise BlockFormatError("block header: not a block of this format (magic)")
     if not 0 < length <= MAX_HEADER_BYTES:
         raise BlockFormatError(f"block header: impossible length {length}")
-    return int(length)
+    return length, checksum
 
 
-def _validate(header: BlockHeader) -> None:
+def validate(header: BlockHeader) -> None:
+    """Raises BlockFormatError when a field does not have its type or makes no sense."""
     counts = (
         header.payload_bytes,
         header.tokens,
@@ -151,16 +169,19 @@ def _validate(header: BlockHeader) -> None:
         header.key_dim,
         header.value_dim,
     )
-    if not all(type(count) is int and 0 <= count < 1 << 40 for count in counts):
-        raise BlockFormatError("block header: a size is not a sensible number")
+    for count in counts:
+        if type(count) is not int or not 0 <= count < 1 << 40:
+            raise BlockFormatError("block header: a size is not a sensible number")
     first = header.first_token
     if first is not None and (type(first) is not int or first < 0):
         raise BlockFormatError("block header: first_token is not a position")
     texts = [header.key, header.dtype, header.checksum]
     if header.provenance is not None:
         texts += [header.provenance.source_identity, header.provenance.mapper_digest]
-    if not all(isinstance(text, str) for text in texts):
-        raise BlockFormatError("block header: a name is not text")
+    for text in texts:
+        if not isinstance(text, str):
+            raise BlockFormatError("block header: a name is not text")
     if type(header.created) not in (int, float) or not 0 <= header.created < 1 << 40:
         raise BlockFormatError("block header: created is not a time")
-    BlockKey.parse(header.key)
+    if not is_key(header.key):
+        raise BlockFormatError(f"block header: {header.key[:80]!r} is not a block key")

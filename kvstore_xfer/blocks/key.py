@@ -18,8 +18,8 @@ UNPLACED = "unplaced"
 RECORD = "record"
 MAX_KEY_BYTES = 480  # below the smallest key limit of the stores (LMDB: 511)
 
-_PART = "([A-Za-z0-9][A-Za-z0-9_.=@+:-]*)"
-_KEY = re.compile("/".join([FORMAT, *4 * [_PART]]))
+_PART = r"[A-Za-z0-9][A-Za-z0-9_.=@+:-]*"
+_KEY = re.compile(rf"{FORMAT}/({_PART})/({_PART})/({_PART})/({_PART})")
 
 
 def derived_kind(mapper_digest: str) -> str:
@@ -78,3 +78,8 @@ class BlockKey:
         if match is None or len(text) > MAX_KEY_BYTES:
             raise BlockFormatError(f"block key {text[:80]!r}: expected {FORMAT}/<identity>/...")
         return cls(*match.groups())
+
+
+def is_key(text: str) -> bool:
+    """Whether `BlockKey.parse` takes it."""
+    return len(text) <= MAX_KEY_BYTES and _KEY.fullmatch(text) is not None

@@ -5,10 +5,15 @@ A frame is the stored form of a block: header, padding, payload, as `blocks/head
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvstore_xfer.blocks.header import decode, encode, header_bytes, payload_checksum
+from kvstore_xfer.blocks.header import (
+    ALIGNMENT,
+    decode,
+    header_bytes,
+    payload_checksum,
+    validate,
+)
 from kvstore_xfer.errors import BlockFormatError
 
 if TYPE_CHECKING:
@@ -17,11 +22,9 @@ if TYPE_CHECKING:
     from kvstore_xfer.blocks.header import BlockHeader
     from kvstore_xfer.store.base import WriteRequest
 
-_NO_CHECKSUM = payload_checksum(())
-
 
 class Plan(NamedTuple):
-    """A write that passed validation. `size` counts the header."""
+    """A write that passed validation. `size` counts the header, unless that is unusually long."""
 
     position: int
     key: bytes
@@ -33,15 +36,15 @@ class Plan(NamedTuple):
 def plan_write(position: int, request: WriteRequest) -> Plan | None:
     """None when the request is not a writable block."""
     try:
-        header = replace(request.header, checksum=_NO_CHECKSUM)
+        validate(request.header)
         runs = byte_runs(request.payload)
-        raw = encode(header)
-        decode(raw)  # a reader must be able to do it
     except (BlockFormatError, BufferError, TypeError, ValueError):
         return None
+    header = request.header
     if sum(map(len, runs)) != header.payload_bytes:
         return None
-    return Plan(position, header.key.encode(), header, runs, len(raw) + header.payload_bytes)
+    size = ALIGNMENT + header.payload_bytes
+    return Plan(position, header.key.encode(), header, runs, size)
 
 
 def byte_runs(runs: Iterable[memoryview]) -> list[memoryview]:

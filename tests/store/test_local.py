@@ -110,7 +110,7 @@ def test_a_rebuild_takes_intact_blocks_only(tmp_path, open_store):
     store.close()
     payload_file(tmp_path, block_key(0)).write_bytes(b"garbage")
     os.truncate(payload_file(tmp_path, block_key(1)), BLOCK - 1)
-    misnamed = Layout(tmp_path).payload(payload_name(b"another key", 1))
+    misnamed = Path(Layout(tmp_path).payload(payload_name(b"another key", 1)))
     misnamed.parent.mkdir(parents=True)
     payload_file(tmp_path, block_key(2)).rename(misnamed)
     shutil.rmtree(tmp_path / "index")
@@ -376,7 +376,7 @@ def test_a_block_whose_file_vanished_is_damage(tmp_path, open_store):
     assert store.stats().corrupt_blocks == 1
 
 
-@pytest.mark.parametrize("point", ["gather", "publish", "put"])
+@pytest.mark.parametrize("point", ["write", "publish", "put"])
 def test_a_writer_that_dies_leaves_nothing(tmp_path, open_store, point):
     script = f"""
 import os, sys
@@ -385,7 +385,7 @@ from kvstore_xfer.store.testing import *
 def die(*_, **__): os._exit(0)
 real_put = index.Rows.put
 def die_before_commit(*arguments): real_put(*arguments); os._exit(0)
-{{"gather": lambda: setattr(writer, "gather", die),
+{{"write": lambda: setattr(writer, "write_block", die),
  "publish": lambda: setattr(layout.Layout, "publish", die),
  "put": lambda: setattr(index.Rows, "put", die_before_commit)}}[{point!r}]()
 put(LocalStore(sys.argv[1], min_free_bytes=0), block_key(1), b"x")
@@ -422,7 +422,8 @@ def test_a_removal_cut_short_is_finished_later(tmp_path, open_store, monkeypatch
 
 def test_the_sweep_leaves_the_file_of_a_living_writer(tmp_path, open_store):
     store = open_store()
-    path, descriptor = store._folder.layout.create_temporary(payload_name(b"k", new_generation()))
+    name = payload_name(b"k", new_generation())
+    path, descriptor = tmp_path / "tmp" / name, store._folder.layout.create_temporary(name)
     store._folder.sweep_temporaries()
     assert path.exists()
     os.close(descriptor)

@@ -100,14 +100,16 @@ class LocalStoreMachine(RuleBasedStateMachine):
         publish = Layout.publish
         request = write_request(block_key(number), block_bytes(version))
 
-        def die(layout, temporary, name):
+        def die(layout, name):
             if linked:
-                publish(layout, temporary, name)
+                publish(layout, name)
             raise CrashError
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Layout, "publish", die)
-            patch.setattr(Path, "unlink", lambda *_, **__: None)  # the dead remove nothing
+            patch.setattr(
+                "kvstore_xfer.store.local.writer.os.unlink", lambda *_: None
+            )  # the dead remove nothing
             with pytest.raises(CrashError):
                 self.store.write([request], overwrite=True)
         self.store._folder.sweep_temporaries()

@@ -76,7 +76,7 @@ class Environment:
     """
 
     def __init__(self, folder: Path, databases: int, map_bytes: int = INITIAL_MAP_BYTES) -> None:
-        self._data = folder / "data.mdb"
+        self._data = os.fspath(folder / "data.mdb")
         self._env = _open(folder, databases, map_bytes)
         self.gate = Gate()
         self._inode: int | None = os.stat(self._data).st_ino

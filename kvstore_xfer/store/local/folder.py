@@ -13,7 +13,8 @@ import stat
 import struct
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 FAILURES = (lmdb.Error, OSError, struct.error)
 _THREADS = 8
 _SMALL_BYTES = 1 << 20
+_SMALL_HELPERS = 1
 _ALONE_BYTES = 16 << 20
 _TICK_SECONDS = 2.0
 _SWEEP_TICKS = 30
@@ -116,24 +118,40 @@ class Folder:
     def map(
         self, work: Callable[[T], U], items: list[T], sizes: Sequence[int] | None = None
     ) -> list[U]:
-        """`work` for each item, several at once; `sizes` in bytes of all that are not missing.
+        """`work` for each item of so many bytes, several at once, the caller's thread among them.
 
-        Small items share two tasks: with more, threads wait for the interpreter and not for the
-        disk. A few small ones the caller does itself: while an engine keeps the interpreter busy,
-        handing over takes longer than the work.
+        Small items get one more thread: with others, threads wait for the interpreter and not for
+        the disk. A few small ones the caller does alone: while an engine keeps the interpreter
+        busy, handing over takes longer than the work.
         """
-        tasks = len(items)
+        helpers = min(len(items), _THREADS) - 1
         if sizes is not None and max(sizes, default=0) < _SMALL_BYTES:
-            tasks = 1 if sum(sizes) <= _ALONE_BYTES else 2
-        size = -(-len(items) // max(1, tasks))
-        if len(items) <= size:
+            helpers = 0 if sum(sizes) <= _ALONE_BYTES else _SMALL_HELPERS
+        if helpers < 1:
             return [work(item) for item in items]
-        slices = [items[start : start + size] for start in range(0, len(items), size)]
+        todo = deque(enumerate(items))
+        results: dict[int, U] = {}
+
+        def take() -> None:
+            while True:
+                try:
+                    position, item = todo.popleft()
+                except IndexError:
+                    return
+                results[position] = work(item)
+
         try:
-            done = self._pool.map(lambda part: [work(item) for item in part], slices)
-            return [result for part in done for result in part]
+            helping = [self._pool.submit(take) for _ in range(helpers)]
         except RuntimeError as error:  # the pool was shut down by another thread
             raise StoreError(f"store {self.layout.root}: closed") from error
+        try:
+            take()
+        finally:
+            running = [future for future in helping if not future.cancel()]
+            wait(running)  # none may touch the caller's memory afterwards
+        for future in running:
+            future.result()
+        return [results[position] for position in range(len(items))]
 
     def touch(self, keys: Iterable[str]) -> None:
         """Remember a use; it reaches the index with the next write transaction."""
@@ -247,7 +265,7 @@ class Folder:
         lost = [
             (key.encode(), entry.generation)
             for key, entry in self.query(lambda index: index.scan(""))
-            if not self.layout.payload(payload_name(key.encode(), entry.generation)).is_file()
+            if not os.path.isfile(self.layout.payload(payload_name(key.encode(), entry.generation)))
         ]
         self.update(lambda rows: [rows.remove_corrupt(*item) for item in lost])
 
@@ -296,7 +314,8 @@ class Folder:
 
     def _remove_file(self, name: str) -> bool:
         try:
-            self.layout.payload(name).unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                os.unlink(self.layout.payload(name))
         except OSError as error:
             logger.warning("store %s: cannot remove %s: %s", self.layout.root, name, error)
             return False
@@ -342,7 +361,7 @@ class Folder:
         digest_and_generation = parse_name(name)
         generation = digest_and_generation[1] if digest_and_generation else 0
         try:
-            descriptor = open_regular(self.layout.payload(name))
+            descriptor, _ = open_regular(self.layout.payload(name))
         except OSError:
             return _Found(name, b"", None)
         try:
@@ -361,7 +380,7 @@ class Folder:
 
     def _adopt_one(self, rows: Rows, found: _Found) -> str | None:
         """The name of a file that has to go: damaged, or older than another of its key."""
-        if rows.in_trash(found.name) or not self.layout.payload(found.name).exists():
+        if rows.in_trash(found.name) or not os.path.exists(self.layout.payload(found.name)):
             return None
         if found.entry is None:
             return found.name
@@ -380,7 +399,8 @@ class Folder:
             entry = rows.get(key)
             committed = entry is not None and payload_name(key, entry.generation) == name
             if not committed and not rows.in_trash(name):
-                self.layout.payload(name).unlink(missing_ok=True)
+                with suppress(FileNotFoundError):
+                    os.unlink(self.layout.payload(name))
 
         self.update(work)
 

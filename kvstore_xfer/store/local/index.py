@@ -103,12 +103,12 @@ def _recent(key: bytes, stamp: int) -> bytes:
 
 
 class Rows:
-    """The index inside one write transaction."""
+    """The index inside one write transaction; `save` puts the totals down at its end."""
 
     def __init__(self, transaction: lmdb.Transaction, databases: Databases) -> None:
         self._txn = transaction
         self._db = databases
-        self.totals = _totals(transaction, databases)
+        self.totals = self._saved = _totals(transaction, databases)
 
     def get(self, key: bytes) -> Entry | None:
         raw = self._txn.get(key, db=self._db.blocks)
@@ -196,8 +196,11 @@ class Rows:
     def _count(self, used: int = 0, evicted: int = 0, corrupt: int = 0) -> None:
         old = self.totals
         self.totals = Totals(max(0, old.used + used), old.evicted + evicted, old.corrupt + corrupt)
-        row = _TOTALS.pack(self.totals.used, self.totals.evicted, self.totals.corrupt)
-        self._txn.put(b"totals", row, db=self._db.meta)
+
+    def save(self) -> None:
+        if self.totals != self._saved:
+            row = _TOTALS.pack(self.totals.used, self.totals.evicted, self.totals.corrupt)
+            self._txn.put(b"totals", row, db=self._db.meta)
 
 
 class Index:
@@ -298,7 +301,14 @@ class Index:
 
     def update(self, work: Callable[[Rows], T]) -> T:
         """Run `work` in one write transaction; it may run twice."""
-        return self.environment.update(lambda txn: work(Rows(txn, self._db)))
+
+        def with_totals(transaction: lmdb.Transaction) -> T:
+            rows = Rows(transaction, self._db)
+            result = work(rows)
+            rows.save()
+            return result
+
+        return self.environment.update(with_totals)
 
     def close(self) -> None:
         self.environment.close()

@@ -60,25 +60,21 @@ def parse_name(name: str) -> tuple[str, int] | None:
     return None if match is None else (match[1], int(match[2], 16))
 
 
-def open_regular(path: Path | str) -> int:
-    """A descriptor for reading. Raises BlockFormatError when it is a pipe, a folder or the like.
+def open_regular(path: str | Path) -> tuple[int, int]:
+    """A descriptor for reading, and the file's length.
 
-    Without blocking: to open a pipe would wait for its writer.
+    Raises BlockFormatError when it is a pipe, a folder or the like. Without blocking: to open a
+    pipe would wait for its writer.
     """
-    return open_sized(path)[0]
-
-
-def open_sized(path: Path | str) -> tuple[int, int]:
-    """Like `open_regular`, with the length of the file."""
     try:
         descriptor = os.open(path, _SAFELY)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise BlockFormatError(f"{os.path.basename(path)} is a symbolic link") from None
         raise
-    status = os.fstat(descriptor)
-    if stat.S_ISREG(status.st_mode):
-        return descriptor, status.st_size
+    found = os.fstat(descriptor)
+    if stat.S_ISREG(found.st_mode):
+        return descriptor, found.st_size
     os.close(descriptor)
     raise BlockFormatError(f"{os.path.basename(path)} is not a regular file")
 
@@ -96,6 +92,7 @@ class Layout:
         self.blocks = root / "blocks"
         self._blocks = os.fspath(self.blocks)
         self.temporary = root / "tmp"
+        self._temporary = os.fspath(self.temporary)
         self.index = root / "index"
         self._format = root / "format"
         self._lock = root / "lock"
@@ -109,9 +106,9 @@ class Layout:
                 self._check_format()
                 for folder in (self.blocks, self.temporary, self.index):
                     folder.mkdir(exist_ok=True)
-            path, descriptor = self.create_temporary(payload_name(b"", new_generation()))
-            os.close(descriptor)
-            path.unlink()
+            name = payload_name(b"", new_generation())
+            os.close(self.create_temporary(name))
+            os.unlink(self.staged(name))
         except OSError as error:
             raise self.unusable(error) from None
 
@@ -123,7 +120,7 @@ class Layout:
 
     def _check_format(self) -> None:
         try:
-            descriptor = open_regular(self._format)
+            descriptor, _ = open_regular(self._format)
         except FileNotFoundError:
             self._write_format()
             return
@@ -176,37 +173,36 @@ class Layout:
         except OSError as error:
             raise self.unusable(error) from None
 
-    def payload(self, name: str) -> Path:
-        return self.blocks / name[:2] / name[2:4] / name
-
-    def payload_path(self, name: str) -> str:
-        """The same as text, for where building a Path takes as long as opening the file."""
+    def payload(self, name: str) -> str:
         return f"{self._blocks}/{name[:2]}/{name[2:4]}/{name}"
 
-    def publish(self, temporary: Path, name: str) -> None:
+    def publish(self, name: str) -> None:
         """Give a finished temporary file its final name as well.
 
         The temporary name stays until the index entry is committed: a name in ``tmp/`` whose
         writer is dead tells what a crash left unfinished.
         """
-        final = self.payload(name)
+        temporary, final = self.staged(name), self.payload(name)
         try:
             os.link(temporary, final)
         except FileNotFoundError:
-            final.parent.mkdir(parents=True, exist_ok=True)
+            os.makedirs(os.path.dirname(final), exist_ok=True)
             os.link(temporary, final)
         except FileExistsError:
             if not os.path.samefile(temporary, final):  # else: the transaction ran again
                 raise
 
-    def create_temporary(self, name: str) -> tuple[Path, int]:
+    def staged(self, name: str) -> str:
+        return f"{self._temporary}/{name}"
+
+    def create_temporary(self, name: str) -> int:
         """A new file that no sweep removes while its descriptor is open."""
-        path = self.temporary / name
+        path = self.staged(name)
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if os.fstat(descriptor).st_nlink:
-                return path, descriptor
+                return descriptor
             os.close(descriptor)  # a sweep saw it between the open and the lock
 
     def abandoned(self) -> Iterator[tuple[Path, int]]:

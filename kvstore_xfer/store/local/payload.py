@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvstore_xfer.blocks.header import decode, header_bytes
+from kvstore_xfer.blocks.header import (
+    ALIGNMENT,
+    decode,
+    encode,
+    header_bytes,
+    payload_checksum,
+    seal,
+)
 from kvstore_xfer.errors import BlockFormatError
 
 if TYPE_CHECKING:
@@ -13,9 +21,8 @@ if TYPE_CHECKING:
 
     from kvstore_xfer.blocks.header import BlockHeader
 
-# One system call moves at most this much: what arrived is hashed while it is still in the cache.
-READ_STEP = 1 << 20
-WRITE_STEP = 8 << 20
+# One system call moves at most this much: bytes are hashed while they are still in the cache.
+STEP_BYTES = 1 << 20
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _PROBE_BYTES = 4096
 
@@ -25,15 +32,29 @@ def fill(descriptor: int, runs: Sequence[memoryview], offset: int = 0) -> Iterat
 
     Raises EOFError when the file ends early.
     """
-    for batch in _batches(runs, READ_STEP):
+    for batch in _batches(runs):
         offset = _transfer(os.preadv, descriptor, batch, offset)
         yield from batch
 
 
-def gather(descriptor: int, runs: Sequence[memoryview], offset: int = 0) -> None:
-    """Write `runs` one after the other."""
-    for batch in _batches(runs, WRITE_STEP):
+def gather(descriptor: int, runs: Sequence[memoryview], offset: int = 0) -> Iterator[memoryview]:
+    """Write `runs` one after the other, yielding each part before it is written."""
+    for batch in _batches(runs):
+        yield from batch
         offset = _transfer(os.pwritev, descriptor, batch, offset)
+
+
+def write_block(descriptor: int, header: BlockHeader, runs: Sequence[memoryview]) -> int:
+    """Write a whole block with its checksum; the length of its padded header."""
+    if header.payload_bytes <= STEP_BYTES:
+        raw = encode(seal(header, runs))
+        _exhaust(gather(descriptor, [memoryview(raw), *runs]))
+        return len(raw)
+    unsealed = replace(header, checksum=payload_checksum(()))  # no other is longer or shorter
+    digest = payload_checksum(gather(descriptor, runs, len(encode(unsealed))))
+    raw = encode(replace(header, checksum=digest))
+    _exhaust(gather(descriptor, [memoryview(raw)]))
+    return len(raw)
 
 
 def read_header(descriptor: int) -> tuple[BlockHeader, int]:
@@ -49,9 +70,17 @@ def read_header(descriptor: int) -> tuple[BlockHeader, int]:
     return header, length
 
 
-def _batches(runs: Sequence[memoryview], step: int) -> Iterator[list[memoryview]]:
+def _exhaust(parts: Iterator[memoryview]) -> None:
+    for _ in parts:
+        pass
+
+
+def _batches(runs: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    if len(runs) <= _IOV_MAX and sum(map(len, runs)) <= STEP_BYTES + ALIGNMENT:
+        yield list(runs)
+        return
     batch: list[memoryview] = []
-    room = step
+    room = STEP_BYTES
     for run in runs:
         start = 0
         while start < len(run):
@@ -61,7 +90,7 @@ def _batches(runs: Sequence[memoryview], step: int) -> Iterator[list[memoryview]
             room -= len(part)
             if not room or len(batch) == _IOV_MAX:
                 yield batch
-                batch, room = [], step
+                batch, room = [], STEP_BYTES
     if batch:
         yield batch
 

@@ -70,7 +70,7 @@ def check(folder: Path, *, alone: bool) -> None:
 def _digest(folder: Path) -> str:
     digest = xxhash.xxh3_128()
     try:
-        descriptor = open_regular(folder / "data.mdb")
+        descriptor, _ = open_regular(folder / "data.mdb")
     except BlockFormatError as error:
         raise lmdb.CorruptedError(f"index: {error}") from None
     with open(descriptor, "rb", buffering=0) as file:

@@ -20,14 +20,14 @@ from kvstore_xfer.store.base import (
 from kvstore_xfer.store.local.environment import DAMAGE
 from kvstore_xfer.store.local.folder import FAILURES, Folder, acquire, release
 from kvstore_xfer.store.local.index import raw_key
-from kvstore_xfer.store.local.reader import read_block
+from kvstore_xfer.store.local.reader import read_blocks
 from kvstore_xfer.store.local.writer import Writer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvstore_xfer.store.base import ReadRequest, WriteRequest
-    from kvstore_xfer.store.local.index import Entry, Rows
+    from kvstore_xfer.store.local.index import Rows
 
 DEFAULT_MAX_BYTES = 50 << 30
 DEFAULT_MIN_FREE_BYTES = 1 << 30
@@ -66,9 +66,7 @@ class LocalStore(BlockStore):
         try:
             folder = self._folder
             entries = folder.query(lambda index: index.entries([item.key for item in requests]))
-            pairs = list(zip(requests, entries, strict=True))
-            sizes = [entry.payload_bytes for entry in entries if entry is not None]
-            results = folder.map(lambda pair: _read_guarded(folder, *pair), pairs, sizes)
+            results = read_blocks(folder, requests, entries)
         except FAILURES:
             return [ReadResult(ReadStatus.ERROR) for _ in requests]
         folder.touch(
@@ -173,11 +171,3 @@ class LocalStore(BlockStore):
             with suppress(*FAILURES):
                 self._folder.condemn_index()
         return StoreError(f"store {self.root}: index: {error}; open the store again to rebuild it")
-
-
-def _read_guarded(folder: Folder, request: ReadRequest, entry: Entry | None) -> ReadResult:
-    """One bad block, file or buffer does not fail the batch."""
-    try:
-        return read_block(folder, request, entry)
-    except (*FAILURES, BufferError, TypeError, ValueError):
-        return ReadResult(ReadStatus.ERROR)

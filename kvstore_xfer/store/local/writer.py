@@ -15,17 +15,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import lmdb
 
 from kvstore_xfer import metrics
-from kvstore_xfer.blocks.header import encode, seal
+from kvstore_xfer.errors import BlockFormatError
 from kvstore_xfer.store.base import WriteStatus
 from kvstore_xfer.store.frame import Plan, plan_write
 from kvstore_xfer.store.local.folder import FAILURES
 from kvstore_xfer.store.local.index import Entry
 from kvstore_xfer.store.local.layout import new_generation, payload_name
-from kvstore_xfer.store.local.payload import gather
+from kvstore_xfer.store.local.payload import write_block
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     from kvstore_xfer.store.base import WriteRequest
     from kvstore_xfer.store.local.folder import Folder
@@ -41,7 +40,7 @@ class _Staged(NamedTuple):
     """A complete temporary file; its open descriptor keeps it from the sweep."""
 
     plan: Plan
-    path: Path
+    name: str
     descriptor: int
     entry: Entry
 
@@ -101,7 +100,7 @@ class Writer:
         finally:
             for item in staged:
                 with suppress(OSError):  # the next sweep tries again
-                    item.path.unlink(missing_ok=True)
+                    os.unlink(self._folder.layout.staged(item.name))
                 os.close(item.descriptor)
 
     def _publish(self, staged: list[_Staged]) -> None:
@@ -175,7 +174,8 @@ class _Publication:
     def undo(self) -> None:
         """Take the final names back after a failed commit."""
         for item in self.stored:
-            self._folder.layout.payload(item.path.name).unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                os.unlink(self._folder.layout.payload(item.name))
 
     def _publish_one(self, rows: Rows, item: _Staged) -> str | None:
         present = rows.get(item.plan.key)
@@ -185,7 +185,7 @@ class _Publication:
         if rows.totals.used + item.entry.size > self._max_bytes:
             self.left_over.append(item)
             return None
-        self._folder.layout.publish(item.path, item.path.name)
+        self._folder.layout.publish(item.name)
         self.stored.append(item)
         return rows.put(item.plan.key, item.entry)
 
@@ -208,20 +208,19 @@ def _stage(folder: Folder, plan: Plan) -> _Staged | WriteStatus:
     generation = new_generation()
     name = payload_name(plan.key, generation)
     try:
-        path, descriptor = folder.layout.create_temporary(name)
+        descriptor = folder.layout.create_temporary(name)
     except OSError as error:
         return _failure(error)
     try:
-        raw = encode(seal(plan.header, plan.runs))
-        gather(descriptor, [memoryview(raw), *plan.runs])
-    except (OSError, EOFError) as error:
-        path.unlink(missing_ok=True)
+        length = write_block(descriptor, plan.header, plan.runs)
+    except (OSError, EOFError, BlockFormatError) as error:
+        with suppress(OSError):  # the next sweep tries again
+            os.unlink(folder.layout.staged(name))
         os.close(descriptor)
         return _failure(error)
-    entry = Entry(
-        generation, len(raw), plan.header.payload_bytes, plan.header.created, time.time_ns()
-    )
-    return _Staged(plan, path, descriptor, entry)
+    header = plan.header
+    entry = Entry(generation, length, header.payload_bytes, header.created, time.time_ns())
+    return _Staged(plan, name, descriptor, entry)
 
 
 def _has_file(folder: Folder, key: bytes, entry: Entry) -> bool:

@@ -15,7 +15,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, TypeVar
 
 from kvstore_xfer.blocks.header import encode, seal
-from kvstore_xfer.blocks.key import BlockKey
+from kvstore_xfer.blocks.key import is_key
 from kvstore_xfer.errors import BlockFormatError, StoreError
 from kvstore_xfer.store.base import (
     BlockStore,
@@ -91,7 +91,7 @@ class RemoteStore(BlockStore):
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         keys = list(keys)
-        asked = [n for n, key in enumerate(keys) if _is_key(key)]
+        asked = [n for n, key in enumerate(keys) if is_key(key)]
         found = [False] * len(keys)
         try:
             answers = self._in_slices(
@@ -106,7 +106,7 @@ class RemoteStore(BlockStore):
     def read(self, requests: Sequence[ReadRequest]) -> list[ReadResult]:
         requests = list(requests)
         results = [ReadResult(ReadStatus.MISSING)] * len(requests)
-        asked = [n for n, request in enumerate(requests) if _is_key(request.key)]
+        asked = [n for n, request in enumerate(requests) if is_key(request.key)]
         deadline = time.monotonic() + self._timeout
         for wave in _waves([(n, _expected_bytes(requests[n])) for n in asked], lambda n: n):
             try:
@@ -173,7 +173,7 @@ class RemoteStore(BlockStore):
         """Like `delete`, with None where the engine did not answer. Raises StoreError."""
         keys = list(keys)
         results: list[bool | None] = [False] * len(keys)
-        asked = [n for n, key in enumerate(keys) if _is_key(key)]
+        asked = [n for n, key in enumerate(keys) if is_key(key)]
         distinct = list({keys[n]: n for n in reversed(asked)}.values())
         answers = self._in_slices(
             lambda driver, part: driver.remove([keys[n] for n in part]), distinct, self._timeout
@@ -325,14 +325,6 @@ def _within(
     except (RemoteError, FutureTimeoutError) as error:
         future.cancel()
         return None, error
-
-
-def _is_key(key: str) -> bool:
-    try:
-        BlockKey.parse(key)
-    except BlockFormatError:
-        return False
-    return True
 
 
 def _expected_bytes(request: ReadRequest) -> int:
