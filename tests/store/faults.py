@@ -130,7 +130,7 @@ def power_cut(work, rounds, chance):
 
 def _tear(root, chance):
     """Numbers of the blocks whose file lost something."""
-    names = {Path(path).name.split(".")[0]: path for path in root.glob("blocks/*/*/*")}
+    names = {Path(path).name.split(".")[0]: path for path in root.glob("blocks/*/*")}
     touched = set()
     for number in chance.sample(range(40), 15):
         path = names[_digest(number)]
@@ -164,7 +164,7 @@ def flipped_bits(work, rounds, chance):
             count.put(n)
         for _ in range(rounds):
             number = chance.randrange(40)
-            for path in (work / "flipped" / "blocks").glob(f"*/*/{_digest(number)}.*"):
+            for path in (work / "flipped" / "blocks").glob(f"*/{_digest(number)}.*"):
                 with path.open("r+b") as file:
                     file.seek(chance.randrange(path.stat().st_size))
                     byte = file.read(1)

@@ -141,7 +141,7 @@ class FolderFuzzer:
 
     def step(self):
         put(self.store, block_key(1), block_bytes(1))
-        (path,) = (p for p in self.root.glob("blocks/*/*/*") if self._digest() in p.name)
+        (path,) = (p for p in self.root.glob("blocks/*/*") if self._digest() in p.name)
         path.write_bytes(mutate(self.chance, path.read_bytes()))
         damaged, intact = self.store.read([ReadRequest(block_key(n)) for n in (1, 0)])
         if intact.payload != block_bytes(0):

@@ -34,7 +34,7 @@ BLOCK = 8192  # a header page and 4096 payload bytes
 
 def payload_file(root, key):
     digest = hashlib.sha256(key.encode()).hexdigest()
-    (path,) = (root / "blocks" / digest[:2] / digest[2:4]).glob(f"{digest}.*")
+    (path,) = (root / "blocks").rglob(f"{digest}.*")
     return path
 
 
@@ -111,7 +111,7 @@ def test_a_rebuild_takes_intact_blocks_only(tmp_path, open_store):
     payload_file(tmp_path, block_key(0)).write_bytes(b"garbage")
     os.truncate(payload_file(tmp_path, block_key(1)), BLOCK - 1)
     misnamed = Path(Layout(tmp_path).payload(payload_name(b"another key", 1)))
-    misnamed.parent.mkdir(parents=True)
+    misnamed.parent.mkdir(exist_ok=True)
     payload_file(tmp_path, block_key(2)).rename(misnamed)
     shutil.rmtree(tmp_path / "index")
     store = open_store()
@@ -439,6 +439,20 @@ def test_an_unknown_format_is_refused(tmp_path):
     (tmp_path / "format").write_text("kvstore_xfer local store, format 7\n")
     with pytest.raises(StoreError, match=r"unknown format 'kvstore_xfer local store, format 7'"):
         LocalStore(tmp_path)
+
+
+def test_a_folder_of_format_1_is_used_as_it_is(tmp_path, open_store):
+    (tmp_path / "format").write_text("kvstore_xfer local store, format 1\n")
+    store = open_store()
+    fill_store(store, range(4))
+    path = payload_file(tmp_path, block_key(0))
+    assert path.relative_to(tmp_path / "blocks").parts == (path.name[:2], path.name[2:4], path.name)
+    store.close()
+    shutil.rmtree(tmp_path / "index")
+    store = open_store()
+    assert present(store, range(4)) == [0, 1, 2, 3]
+    assert get(store, block_key(0)).payload == block_bytes(0, 4096)
+    assert (tmp_path / "format").read_text() == "kvstore_xfer local store, format 1\n"
 
 
 def test_a_folder_with_other_files_is_refused(tmp_path):

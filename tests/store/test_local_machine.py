@@ -39,7 +39,7 @@ class LocalStoreMachine(RuleBasedStateMachine):
 
     def file(self, number):
         digest = hashlib.sha256(block_key(number).encode()).hexdigest()
-        (path,) = (self.root / "blocks" / digest[:2] / digest[2:4]).glob(f"{digest}.*")
+        (path,) = (self.root / "blocks").rglob(f"{digest}.*")
         return path
 
     @rule(

@@ -62,7 +62,7 @@ class TestStriped(BlockStoreTests):
         return StripedStore(stores)
 
     def file(self, folder, key):
-        (found,) = folder.glob(f"*/blocks/*/*/{payload_file_name(folder, key)}.*")
+        (found,) = folder.glob(f"*/blocks/*/{payload_file_name(folder, key)}.*")
         return found
 
     def raw_get(self, folder, key):

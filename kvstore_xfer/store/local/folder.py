@@ -38,7 +38,7 @@ U = TypeVar("U")
 logger = logging.getLogger(__name__)
 
 FAILURES = (lmdb.Error, OSError, struct.error)
-_THREADS = 8
+_THREADS = 4
 _SMALL_BYTES = 1 << 20
 _SMALL_HELPERS = 1
 _ALONE_BYTES = 16 << 20

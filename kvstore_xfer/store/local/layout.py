@@ -7,9 +7,12 @@ path                   content
 ``users``              empty; flock: shared by every process that has the index open
 ``lock``               empty; flock: shared while publishing, exclusive to change the index
 ``index/``             the LMDB environment
-``blocks/ab/cd/NAME``  one block; NAME is ``<sha256 of the key>.<generation>``
+``blocks/ab/NAME``     one block; NAME is ``<sha256 of the key>.<generation>``
 ``tmp/NAME``           a block on its way in; its writer holds a flock on it
 ====================== =============================================================
+
+In a folder of format 1 blocks lie one level deeper, ``blocks/ab/cd/NAME``, which costs a folder for
+nearly every block; it stays so.
 
 A payload file never changes once it has its name: overwriting makes a new generation. Names are
 made of digests and numbers only, so no key can lead out of the folder.
@@ -34,7 +37,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-FORMAT = "kvstore_xfer local store, format 1"
+_FORMATS = {  # and the levels of folders that blocks lie in
+    "kvstore_xfer local store, format 1": 2,
+    "kvstore_xfer local store, format 2": 1,
+}
+FORMAT = "kvstore_xfer local store, format 2"
 _NAME = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{16})")
 _OWN = frozenset({"format", "lock", "users", "lost+found"})
 _SAFELY = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -91,6 +98,7 @@ class Layout:
         self.root = root
         self.blocks = root / "blocks"
         self._blocks = os.fspath(self.blocks)
+        self._levels = _FORMATS[FORMAT]
         self.temporary = root / "tmp"
         self._temporary = os.fspath(self.temporary)
         self.index = root / "index"
@@ -130,11 +138,12 @@ class Layout:
             ) from None
         with open(descriptor, "rb") as file:
             found = file.read(1000).decode(errors="replace").strip()
-        if found != FORMAT:
+        if found not in _FORMATS:
             raise StoreError(
-                f"store {self.root}: unknown format {found[:60]!r}, this version reads {FORMAT!r}; "
-                "use the version that made it or an empty folder"
+                f"store {self.root}: unknown format {found[:60]!r}, this version reads up to "
+                f"{FORMAT!r}; use the version that made it or an empty folder"
             )
+        self._levels = _FORMATS[found]
 
     def _refuse_foreign(self) -> None:
         if self._format.exists():
@@ -174,6 +183,8 @@ class Layout:
             raise self.unusable(error) from None
 
     def payload(self, name: str) -> str:
+        if self._levels == 1:
+            return f"{self._blocks}/{name[:2]}/{name}"
         return f"{self._blocks}/{name[:2]}/{name[2:4]}/{name}"
 
     def publish(self, name: str) -> None:
@@ -221,13 +232,17 @@ class Layout:
                 os.close(descriptor)
 
     def payloads(self) -> Iterator[tuple[float, list[str]]]:
-        """All payload names, one inner folder at a time, with the share of the walk done."""
+        """All payload names, one folder at a time, with the share of the walk done."""
         outer = _subfolders(self.blocks)
         for done, first in enumerate(outer):
-            for second in _subfolders(self.blocks / first):
-                names = os.listdir(self.blocks / first / second)
+            inner = [first]
+            if self._levels == 2:
+                inner = [f"{first}/{second}" for second in _subfolders(self.blocks / first)]
+            for folder in inner:
+                names = os.listdir(self.blocks / folder)
                 ours = [name for name in names if parse_name(name)]
-                yield done / len(outer), [name for name in ours if name[:4] == first + second]
+                here = folder.replace("/", "")
+                yield done / len(outer), [name for name in ours if name.startswith(here)]
 
     def free_bytes(self) -> int:
         usage = os.statvfs(self.root)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvstore_xfer.blocks.header import (
-    ALIGNMENT,
     decode,
     encode,
     header_bytes,
@@ -21,10 +20,31 @@ if TYPE_CHECKING:
 
     from kvstore_xfer.blocks.header import BlockHeader
 
-# One system call moves at most this much: bytes are hashed while they are still in the cache.
-STEP_BYTES = 1 << 20
+# Blocks up to this size move in one system call, larger ones in steps: bytes are hashed while they
+# are still in the cache.
+ONE_CALL_BYTES = 1 << 20
+_READ_STEP = 256 << 10
+_WRITE_STEP = 1 << 20
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _PROBE_BYTES = 4096
+
+
+def read_block(descriptor: int, head: memoryview, runs: Sequence[memoryview]) -> str:
+    """Read a whole block into header and payload; the payload's checksum.
+
+    Raises EOFError when the file ends early.
+    """
+    parts = [head, *runs]
+    size = sum(map(len, parts))
+    if (
+        size <= ONE_CALL_BYTES
+        and len(parts) <= _IOV_MAX
+        and os.preadv(descriptor, parts, 0) == size
+    ):
+        return payload_checksum(list(runs))
+    rest = fill(descriptor, parts)
+    next(rest)
+    return payload_checksum(rest)
 
 
 def fill(descriptor: int, runs: Sequence[memoryview], offset: int = 0) -> Iterator[memoryview]:
@@ -32,28 +52,28 @@ def fill(descriptor: int, runs: Sequence[memoryview], offset: int = 0) -> Iterat
 
     Raises EOFError when the file ends early.
     """
-    for batch in _batches(runs):
+    for batch in _batches(runs, _READ_STEP):
         offset = _transfer(os.preadv, descriptor, batch, offset)
         yield from batch
 
 
 def gather(descriptor: int, runs: Sequence[memoryview], offset: int = 0) -> Iterator[memoryview]:
     """Write `runs` one after the other, yielding each part before it is written."""
-    for batch in _batches(runs):
+    for batch in _batches(runs, _WRITE_STEP):
         yield from batch
         offset = _transfer(os.pwritev, descriptor, batch, offset)
 
 
 def write_block(descriptor: int, header: BlockHeader, runs: Sequence[memoryview]) -> int:
     """Write a whole block with its checksum; the length of its padded header."""
-    if header.payload_bytes <= STEP_BYTES:
+    if header.payload_bytes <= ONE_CALL_BYTES and len(runs) < _IOV_MAX:
         raw = encode(seal(header, runs))
-        _exhaust(gather(descriptor, [memoryview(raw), *runs]))
+        _transfer(os.pwritev, descriptor, [memoryview(raw), *runs], 0)
         return len(raw)
     unsealed = replace(header, checksum=payload_checksum(()))  # no other is longer or shorter
     digest = payload_checksum(gather(descriptor, runs, len(encode(unsealed))))
     raw = encode(replace(header, checksum=digest))
-    _exhaust(gather(descriptor, [memoryview(raw)]))
+    _transfer(os.pwritev, descriptor, [memoryview(raw)], 0)
     return len(raw)
 
 
@@ -70,17 +90,9 @@ def read_header(descriptor: int) -> tuple[BlockHeader, int]:
     return header, length
 
 
-def _exhaust(parts: Iterator[memoryview]) -> None:
-    for _ in parts:
-        pass
-
-
-def _batches(runs: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    if len(runs) <= _IOV_MAX and sum(map(len, runs)) <= STEP_BYTES + ALIGNMENT:
-        yield list(runs)
-        return
+def _batches(runs: Sequence[memoryview], step: int) -> Iterator[list[memoryview]]:
     batch: list[memoryview] = []
-    room = STEP_BYTES
+    room = step
     for run in runs:
         start = 0
         while start < len(run):
@@ -90,7 +102,7 @@ def _batches(runs: Sequence[memoryview]) -> Iterator[list[memoryview]]:
             room -= len(part)
             if not room or len(batch) == _IOV_MAX:
                 yield batch
-                batch, room = [], STEP_BYTES
+                batch, room = [], step
     if batch:
         yield batch
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from kvstore_xfer.blocks.header import ALIGNMENT, MAX_HEADER_BYTES, decode, payload_checksum
+from kvstore_xfer.blocks.header import ALIGNMENT, MAX_HEADER_BYTES, decode
 from kvstore_xfer.errors import BlockFormatError
 from kvstore_xfer.store.base import ReadResult, ReadStatus
 from kvstore_xfer.store.frame import byte_runs
 from kvstore_xfer.store.local.folder import FAILURES
 from kvstore_xfer.store.local.index import raw_key
 from kvstore_xfer.store.local.layout import open_regular, payload_name
-from kvstore_xfer.store.local.payload import fill
+from kvstore_xfer.store.local.payload import read_block
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,9 +69,7 @@ class _Read:
     def fill(self) -> None:
         """Read header and payload, and hash the payload."""
         try:
-            parts = fill(self.descriptor, [self.head, *self.runs])
-            next(parts)
-            self.checksum = payload_checksum(parts)
+            self.checksum = read_block(self.descriptor, self.head, self.runs)
         except (*_DAMAGE, *_FAILURES) as error:
             self.failure = error
 
