@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     from kvxfer_kernels.shapes import PairShape
 
 _PAGE = 256
-_REPEATS = 5
-_ENOUGH = 1.0  # seconds of repeats, unless there was only one
+_REPEATS = 9
+_ENOUGH = 2.0  # seconds of repeats, after which no more are made
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -79,21 +80,23 @@ def _print(title: str, columns: tuple[str, ...], rows: Iterator[tuple[Any, ...]]
     for column in columns:
         table.add_column(column, justify="left" if column in ("pair", "what") else "right")
     progress = Console(stderr=True)
-    for row in rows:
-        cells = [f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row]
-        progress.print("measured:", *cells)
-        table.add_row(*cells)
-    Console().print(table)
+    try:
+        for row in rows:
+            cells = [f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row]
+            progress.print("measured:", *cells)
+            table.add_row(*cells)
+    finally:  # also of a run that is interrupted
+        Console().print(table)
 
 
-_CPU_COLUMNS = ("pair", "tokens", "ms", "GFLOP/s", "GB/s", "bmm GFLOP/s", "of bmm")
+_CPU_COLUMNS = ("pair", "tokens", "ms", "GFLOP/s", "GB/s", "bmm ms", "bmm GFLOP/s", "of bmm")
 
 
 def _cpu_rows(pairs: list[PairShape], lengths: list[int], layers: int) -> Iterator[tuple[Any, ...]]:
     for pair in pairs:
         work = CpuWork(pair, layers)
         for tokens in lengths:
-            seconds, ceiling = work.measure(tokens)
+            seconds, ceiling, share = work.measure(tokens)
             operations = work.operations(tokens)
             yield (
                 pair.name,
@@ -101,8 +104,9 @@ def _cpu_rows(pairs: list[PairShape], lengths: list[int], layers: int) -> Iterat
                 seconds * 1e3,
                 operations / seconds / 1e9,
                 work.bytes_moved(tokens) / seconds / 1e9,
+                ceiling * 1e3,
                 operations / ceiling / 1e9,
-                f"{ceiling / seconds:.0%}",
+                f"{share:.0%}",
             )
 
 
@@ -122,8 +126,12 @@ class CpuWork:
         sources = self.pair.source_bytes(tokens) * len(read) / self.pair.source_layers
         return sources + self.pair.target_bytes(tokens) * self.layers / self.pair.target_layers
 
-    def measure(self, tokens: int) -> tuple[float, float]:
-        """Best seconds of the converter and of the plain products, measured alternately."""
+    def measure(self, tokens: int) -> tuple[float, float, float]:
+        """Seconds of the converter and of the plain products, and the rate of one by the other's.
+
+        Medians of pairs that are measured alternately, so that a processor whose speed varies
+        serves both alike.
+        """
         pair = self.pair
         converter = TorchConverter(self._mapper(), torch.bfloat16)
         sources = _pages(tokens, self._source_layers, pair.source_heads, pair.source_width)
@@ -139,8 +147,9 @@ class CpuWork:
             for _ in range(2 * self.layers):
                 torch.bmm(left, right)
 
-        seconds, ceiling = _best(convert, products)
-        return seconds, ceiling
+        pairs = _alternately(convert, products)
+        converter, ceiling = (median(side) for side in zip(*pairs, strict=True))
+        return converter, ceiling, median(theirs / ours for ours, theirs in pairs)
 
     @property
     def _source_layers(self) -> int:
@@ -185,14 +194,16 @@ def _random(*shape: int) -> torch.Tensor:
     return torch.randn(shape).bfloat16()
 
 
-def _best(*works: Callable[[], None]) -> tuple[float, ...]:
-    """Least seconds of each; alternating, so that what else the machine does meets them alike."""
-    for work in works:
-        work()
-    rounds: list[tuple[float, ...]] = []
-    while len(rounds) < 2 or (len(rounds) < _REPEATS and sum(map(sum, rounds)) < _ENOUGH):
-        rounds.append(tuple(_seconds(work) for work in works))
-    return tuple(map(min, zip(*rounds, strict=True)))
+def _alternately(
+    first: Callable[[], None], second: Callable[[], None]
+) -> list[tuple[float, float]]:
+    """Seconds of both, time after time, after a first time that does not count."""
+    first()
+    second()
+    pairs: list[tuple[float, float]] = []
+    while not pairs or (len(pairs) < _REPEATS and sum(map(sum, pairs)) < _ENOUGH):
+        pairs.append((_seconds(first), _seconds(second)))
+    return pairs
 
 
 def _seconds(work: Callable[[], None]) -> float:

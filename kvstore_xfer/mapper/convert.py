@@ -8,23 +8,25 @@ per call. The threads are those within torch's operations, as many as the proces
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from kvstore_xfer.blocks.page import KvPage
-from kvstore_xfer.mapper.convert_products import Products
+from kvstore_xfer.mapper.convert_products import Operands, Products
 from kvstore_xfer.mapper.maps import Mapper, Method
 from kvstore_xfer.rope.rotate import Rotor, apply_tables, strip_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from kvstore_xfer.mapper.convert_products import Operands
     from kvstore_xfer.rope.spec import RopeSpec
 
-_LAYER_BYTES = 512 * 1024  # one layer of a thread's tokens in fp32: half a core's L2 cache
+_GROUP = 2048  # tokens per product: a map is re-ordered for each
+_TILE = 1 << 20  # numbers of keys that are rotated at a time
 _INPUT_BYTES = 128 << 20  # all layers of a group as the products read them, at most
 
 
@@ -66,81 +68,80 @@ class TorchConverter:
         compute = _compute_dtype(dtype)
         self._keys = Products(mapper, mapper.keys, compute)
         self._values = Products(mapper, mapper.values, compute)
+        self._operands = Operands(compute)
+        self._strip, self._apply = (Rotor(rope) for rope in self._ropes)
+        self._lock = threading.Lock()  # the buffers are one
 
     @torch.inference_mode()  # the engine's pages may be inference tensors
     def convert(
         self, sources: Sequence[KvPage], first_tokens: Sequence[int], targets: Sequence[KvPage]
     ) -> None:
         # docstring inherited
-        buffers: _Buffers | None = None
-        for group in _groups(sources, first_tokens, targets, self._group_tokens()):
-            tokens = sum(part.tokens for part in group)
-            if buffers is None or buffers.tokens != tokens:
-                buffers = self._buffers(tokens)
-            self._convert_keys(group, buffers)
-            self._convert_values(group, buffers)
+        parts = [
+            _Part(source, first, target)
+            for source, first, target in zip(sources, first_tokens, targets, strict=True)
+        ]
+        with self._lock:
+            for group in _groups(parts, self._group_tokens(sum(part.tokens for part in parts))):
+                positions = torch.cat(
+                    [torch.arange(part.first, part.first + part.tokens) for part in group]
+                )
+                self._read_keys(group, positions)
+                self._write_keys(group, positions)
+                self._convert_values(group)
 
-    def _group_tokens(self) -> int:
-        """Tokens of which one layer fits into the caches of all threads, within bounded memory."""
-        model_widths = (m.kv_heads * m.key_dim for m in (self._mapper.source, self._mapper.target))
-        cached = torch.get_num_threads() * (_LAYER_BYTES // (4 * max(model_widths)))
+    def _group_tokens(self, tokens: int) -> int:
+        """Tokens per product, within bounded memory, of groups of about equal size."""
         read = max(self._keys.bytes_read, self._values.bytes_read)
-        return max(1, min(cached, _INPUT_BYTES // read))
+        most = max(1, min(_GROUP, _INPUT_BYTES // read))
+        return -(-tokens // max(1, -(-tokens // most)))
 
-    def _buffers(self, tokens: int) -> _Buffers:
-        source, target = self._ropes
-        shape, mapped_shape = self._keys.source_shape(tokens), self._keys.target_shape(tokens)
-        return _Buffers(
-            Rotor(torch.empty(shape), source),
-            Rotor(torch.empty(mapped_shape), target),
-            self._keys.operands(tokens),
-            self._values.operands(tokens),
-        )
+    def _read_keys(self, group: list[_Part], positions: torch.Tensor) -> None:
+        """Un-rotate a few tokens of many layers at a time."""
+        model = self._mapper.source
+        inputs = self._keys.inputs(self._operands, len(positions))
+        tables = strip_tables(self._ropes[0], positions)
+        for layers, place in self._keys.runs:
+            numbers = (layers.stop - layers.start) * model.kv_heads * model.key_dim
+            for part, cut in _places(_pieces(group, max(1, _TILE // numbers))):
+                keys = self._heads(part.source.keys[layers])
+                inputs[place, cut].copy_(self._strip.turn(keys, *(table[cut] for table in tables)))
 
-    def _convert_keys(self, group: list[_Part], buffers: _Buffers) -> None:
-        source, target = self._ropes
-        positions = torch.cat(
-            [torch.arange(part.first, part.first + part.tokens) for part in group]
-        )
-        strip, apply = strip_tables(source, positions), apply_tables(target, positions)
-        for place, layer in enumerate(self._keys.used):
-            pieces = [part.source.keys[layer] for part in group]
-            buffers.strip.input.copy_(self._gather(pieces))
-            buffers.strip.turn(*strip)
-            buffers.keys.layers[place].copy_(buffers.strip.output)
-        for layer, mapped in self._keys.mapped(buffers.keys):
-            buffers.apply.input.copy_(mapped)
-            buffers.apply.turn(*apply)
-            _scatter(buffers.apply.output, [part.target.keys[layer] for part in group])
+    def _write_keys(self, group: list[_Part], positions: torch.Tensor) -> None:
+        tables = apply_tables(self._ropes[1], positions)
+        for layer, tile, cut, mapped in self._mapped(self._keys, group):
+            turned = self._apply.turn(mapped, *(table[cut] for table in tables))
+            _scatter(turned, [part.target.keys[layer] for part in tile])
 
-    def _convert_values(self, group: list[_Part], buffers: _Buffers) -> None:
-        for place, layer in enumerate(self._values.used):
-            pieces = [part.source.values[layer] for part in group]
-            buffers.values.layers[place].copy_(self._gather(pieces))
-        for layer, mapped in self._values.mapped(buffers.values):
-            _scatter(mapped, [part.target.values[layer] for part in group])
+    def _convert_values(self, group: list[_Part]) -> None:
+        inputs = self._values.inputs(self._operands, sum(part.tokens for part in group))
+        for layers, place in self._values.runs:
+            for part, cut in _places(group):
+                inputs[place, cut].copy_(self._heads(part.source.values[layers]))
+        for layer, tile, _, mapped in self._mapped(self._values, group):
+            _scatter(mapped, [part.target.values[layer] for part in tile])
 
-    def _gather(self, pieces: list[torch.Tensor]) -> torch.Tensor:
-        """Tokens of one layer, ``[N, heads read, d_s]``."""
-        tokens = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    def _mapped(
+        self, products: Products, group: list[_Part]
+    ) -> Iterator[tuple[int, list[_Part], slice, torch.Tensor]]:
+        """Every target layer, tile by tile: float32 ``[N, H_t, d_t]`` until the next."""
+        most = max(1, _TILE // products.bias[0].numel())
+        for layer, mapped in products.mapped(self._operands, sum(part.tokens for part in group)):
+            start = 0
+            for tile in _groups(group, most):
+                cut = slice(start, start + sum(part.tokens for part in tile))
+                exact = self._apply.room(mapped[cut].shape).copy_(mapped[cut])
+                yield layer, tile, cut, exact.add_(products.bias[layer])
+                start = cut.stop
+
+    def _heads(self, layers: torch.Tensor) -> torch.Tensor:
+        """The heads that are read, of ``[layers, N, H, d_s]``."""
         heads = self._mapper.head_assignment
-        if self._mapper.method is Method.FULL_HEAD or heads == tuple(range(tokens.shape[1])):
-            return tokens
-        return tokens[:, list(heads)]
-
-
-@dataclass(frozen=True)
-class _Buffers:
-    """What a group of tokens passes through; the next group of as many uses it again."""
-
-    strip: Rotor
-    apply: Rotor
-    keys: Operands
-    values: Operands
-
-    @property
-    def tokens(self) -> int:
-        return self.strip.input.shape[0]
+        if self._mapper.method is Method.FULL_HEAD:
+            return layers
+        if heads == tuple(range(heads[0], heads[0] + len(heads))):
+            return layers.narrow(2, heads[0], len(heads))
+        return layers[:, :, list(heads)]
 
 
 @dataclass(frozen=True)
@@ -155,21 +156,20 @@ class _Part:
     def tokens(self) -> int:
         return self.source.keys.shape[1]
 
+    def cut(self, tokens: slice) -> _Part:
+        first = self.first + tokens.start
+        return _Part(_cut(self.source, tokens), first, _cut(self.target, tokens))
 
-def _groups(
-    sources: Sequence[KvPage],
-    first_tokens: Sequence[int],
-    targets: Sequence[KvPage],
-    most: int,
-) -> Iterator[list[_Part]]:
-    """The tokens of all blocks, at most `most` at a time, none of them empty."""
+
+def _groups(parts: Iterable[_Part], most: int) -> Iterator[list[_Part]]:
+    """The tokens of all parts, at most `most` at a time, none of them empty."""
     group: list[_Part] = []
     room = most
-    for source, first, target in zip(sources, first_tokens, targets, strict=True):
-        start, tokens = 0, source.keys.shape[1]
-        while start < tokens:
-            cut = slice(start, min(start + room, tokens))
-            group.append(_Part(_cut(source, cut), first + start, _cut(target, cut)))
+    for part in parts:
+        start = 0
+        while start < part.tokens:
+            cut = slice(start, min(start + room, part.tokens))
+            group.append(part.cut(cut))
             room -= cut.stop - start
             start = cut.stop
             if not room:
@@ -177,6 +177,23 @@ def _groups(
                 group, room = [], most
     if group:
         yield group
+
+
+def _pieces(parts: Iterable[_Part], most: int) -> Iterator[_Part]:
+    """Every part in pieces of about equal size, of `most` tokens at most."""
+    for part in parts:
+        count = -(-part.tokens // most)
+        borders = [part.tokens * piece // count for piece in range(count + 1)]
+        for start, stop in pairwise(borders):
+            yield part.cut(slice(start, stop))
+
+
+def _places(parts: Iterable[_Part]) -> Iterator[tuple[_Part, slice]]:
+    """Every part, and which tokens of all of them it is."""
+    start = 0
+    for part in parts:
+        yield part, slice(start, start + part.tokens)
+        start += part.tokens
 
 
 def _cut(page: KvPage, tokens: slice) -> KvPage:

@@ -1,4 +1,9 @@
-"""The products of one component's maps with the source layers they read, in plain torch."""
+"""The products of one component's maps with the source layers they read, in plain torch.
+
+A head-local map is one product per head. A full-head map is the same with a single head, which
+holds the numbers of all. The source layers of a token lie side by side, so that the product reads
+neighbouring layers where they are.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,9 @@ from kvstore_xfer.mapper.maps import LayerMap, Mapper, Method
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+_SIDE_BY_SIDE = 4  # target layers with the same sources in one product
+_BATCH = 8  # target layers whose products are kept until all heads are done
 
 
 class Products:
@@ -28,153 +36,157 @@ class Products:
 
     Attributes
     ----------
-    used
-        All source layers that are read, ascending.
+    runs
+        All source layers that are read, as slices of neighbours, with their places in `inputs`.
+    bias
+        Of every target layer ``[H_t, d_t]``, float32.
     """
 
     def __init__(self, mapper: Mapper, maps: Sequence[LayerMap], dtype: torch.dtype) -> None:
+        local = mapper.method is Method.HEAD_LOCAL
         self._dtype = dtype
-        self._local = mapper.method is Method.HEAD_LOCAL
-        self.used = sorted({source for layer in maps for source in layer.source_layers})
-        heads = len(mapper.head_assignment) if self._local else mapper.source.kv_heads
-        bias = maps[0].bias
-        self._target = (bias.shape[0], bias.shape[1])
-        rows = maps[0].weight.shape[-2] // len(maps[0].source_layers)
-        self._source = (heads, rows if self._local else rows // heads)
+        used = sorted({source for layer in maps for source in layer.source_layers})
+        self._used = len(used)
+        places = [slice(used.index(run.start), used.index(run.stop - 1) + 1) for run in _runs(used)]
+        self.runs = list(zip(_runs(used), places, strict=True))
+        heads = len(mapper.head_assignment) if local else mapper.source.kv_heads
+        self.bias = [layer.bias.float() for layer in maps]
+        self._target = (self.bias[0].shape[0], self.bias[0].shape[1])
+        width = maps[0].weight.shape[-2] // len(maps[0].source_layers)
+        self._source = (heads, width if local else width // heads)
+        self._products = heads if local else 1
         equal: dict[tuple[int, ...], list[int]] = {}
         for index, layer in enumerate(maps):
             equal.setdefault(tuple(sorted(layer.source_layers)), []).append(index)
-        self._maps = [
+        shared = [
             _Shared.of(
-                layers,
-                _runs([self.used.index(source) for source in chosen]),
-                [maps[index] for index in layers],
+                layers[start : start + _SIDE_BY_SIDE],
+                [
+                    slice(run.start * width, run.stop * width)
+                    for run in _runs([used.index(source) for source in chosen])
+                ],
+                [maps[index] for index in layers[start : start + _SIDE_BY_SIDE]],
                 mapper.method,
                 dtype,
             )
             for chosen, layers in equal.items()
+            for start in range(0, len(layers), _SIDE_BY_SIDE)
         ]
+        self._batches = _batches(shared)
 
     @property
     def bytes_read(self) -> int:
         """Of the source layers of one token."""
+        return self._used * math.prod(self._source) * self._dtype.itemsize
+
+    def inputs(self, operands: Operands, tokens: int) -> torch.Tensor:
+        """``[used, N, H, d_s]``, to be filled with the source layers; a view."""
         heads, width = self._source
-        return len(self.used) * heads * width * self._dtype.itemsize
+        inputs = self._rows(operands, tokens)
+        if self._products == 1:
+            return inputs.view(tokens, -1, heads, width).transpose(0, 1)
+        return inputs.view(tokens, heads, -1, width).permute(2, 0, 1, 3)
 
-    def source_shape(self, tokens: int) -> tuple[int, int, int]:
-        """One source layer as it is read, ``[N, H, d_s]``."""
-        return (tokens, *self._source)
+    def mapped(self, operands: Operands, tokens: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Every target layer with its mapped tokens ``[N, H_t, d_t]``; read it before the next.
 
-    def target_shape(self, tokens: int) -> tuple[int, int, int]:
-        """One target layer, ``[N, H_t, d_t]``."""
-        return (tokens, *self._target)
-
-    def operands(self, tokens: int) -> Operands:
-        """Empty buffers for `tokens` tokens."""
-        heads, width = self._source
-        used = len(self.used)
-        if self._local:
-            inputs = torch.empty((heads, tokens, used, width), dtype=self._dtype)
-            layers = inputs.permute(2, 1, 0, 3)
-        else:
-            inputs = torch.empty((tokens, used, heads, width), dtype=self._dtype)
-            layers = inputs.transpose(0, 1)
-        columns = max(len(item.layers) for item in self._maps) * math.prod(self._target)
-        return Operands(
-            layers, inputs, torch.empty_like(inputs).flatten(), inputs.new_empty(tokens * columns)
-        )
-
-    def mapped(self, operands: Operands) -> Iterator[tuple[int, torch.Tensor]]:
-        """Every target layer with its mapped tokens ``[N, H_t, d_t]``; read it before the next."""
+        Without the bias: as a sum that the product starts from, it costs a tenth of the product.
+        """
         heads, width = self._target
-        for item in self._maps:
-            if self._local:
-                product = _head_local(operands, item)
-                parts = product.view(-1, heads, len(item.layers), width).unbind(2)
-            else:
-                product = _full_head(operands, item)
-                parts = product.view(-1, len(item.layers), heads, width).unbind(1)
-            yield from zip(item.layers, parts, strict=True)
+        rows = self._rows(operands, tokens).unbind(1)
+        for batch in self._batches:
+            shapes = [(tokens, self._products, item.weight.shape[2]) for item in batch]
+            results = operands.results(shapes)
+            for head, inputs in enumerate(rows):
+                for item, result in zip(batch, results, strict=True):
+                    chosen = operands.rows(inputs, item.columns)
+                    torch.mm(chosen, item.weight[head], out=result[:, head])
+            for item, result in zip(batch, results, strict=True):
+                shape = (tokens, self._products, len(item.layers), -1)
+                for layer, mapped in zip(item.layers, result.view(shape).unbind(2), strict=True):
+                    yield layer, mapped.view(tokens, heads, width)
+
+    def _rows(self, operands: Operands, tokens: int) -> torch.Tensor:
+        """``[N, products, used * d_s]``; the width is that of all heads for a full-head map."""
+        columns = self._used * math.prod(self._source) // self._products
+        return operands.inputs(tokens, self._products, columns)
 
 
-@dataclass(frozen=True)
 class Operands:
-    """Buffers of one number of tokens, to be used again and again.
+    """Memory for the products of some tokens, which keys and values use in turn.
 
-    Made anew for every product they would cost more than the product: the operating system clears
-    every page of fresh memory.
-
-    Attributes
-    ----------
-    layers
-        ``[used, N, H, d_s]``, to be filled with the source layers; a view of `inputs`.
-    inputs
-        Head-local ``[H, N, used, d_s]``, full-head ``[N, used, H, d_s]``.
+    It grows to the most that was asked for and is kept: clearing the pages of fresh memory costs
+    the operating system a tenth of the products.
     """
 
-    layers: torch.Tensor
-    inputs: torch.Tensor
-    _rows: torch.Tensor
-    _product: torch.Tensor
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._inputs = self._joined = self._results = torch.empty(0, dtype=dtype)
 
-    def rows(self, runs: list[slice], dim: int) -> torch.Tensor:
-        """The inputs of some source layers, which lie along `dim`, without gaps."""
-        chosen = [self.inputs.narrow(dim, run.start, run.stop - run.start) for run in runs]
-        if chosen[0].shape == self.inputs.shape:
-            return self.inputs
-        shape = list(self.inputs.shape)
-        shape[dim] = sum(part.shape[dim] for part in chosen)
-        rows = self._rows[: math.prod(shape)].view(shape)
-        return torch.cat(chosen, dim, out=rows)
+    def inputs(self, *shape: int) -> torch.Tensor:
+        """The left operands of all products; what they held is kept while they do not grow."""
+        self._inputs = _room(self._inputs, math.prod(shape))
+        return self._inputs[: math.prod(shape)].view(shape)
 
-    def product(self, *shape: int) -> torch.Tensor:
-        return self._product[: math.prod(shape)].view(shape)
+    def rows(self, inputs: torch.Tensor, columns: Sequence[slice]) -> torch.Tensor:
+        """Some columns of one product's inputs; what has gaps is copied together."""
+        chosen = [inputs[:, run] for run in columns]
+        if len(chosen) == 1:
+            return chosen[0]
+        shape = (len(inputs), sum(part.shape[1] for part in chosen))
+        self._joined = _room(self._joined, math.prod(shape))
+        return torch.cat(chosen, 1, out=self._joined[: math.prod(shape)].view(shape))
+
+    def results(self, shapes: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:
+        """Room for several results at once."""
+        sizes = [math.prod(shape) for shape in shapes]
+        self._results = _room(self._results, sum(sizes))
+        parts = self._results[: sum(sizes)].split(sizes)
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _room(buffer: torch.Tensor, numbers: int) -> torch.Tensor:
+    return buffer if buffer.numel() >= numbers else buffer.new_empty(numbers)
 
 
 @dataclass(frozen=True)
 class _Shared:
     """The maps of target layers that read the same source layers, side by side as one product.
 
-    `runs` says where in the inputs the source layers lie. For n layers, `weight` is head-local
-    ``[H_t, k * d_s, n * d_t]`` and full-head ``[k * H_s * d_s, n * H_t * d_t]``, `bias`
-    ``[H_t, 1, n * d_t]`` and ``[n * H_t * d_t]``.
+    `columns` says where in the inputs the source layers lie. For n layers, `weight` is head-local
+    ``[H_t, k * d_s, n * d_t]`` and full-head ``[1, k * H_s * d_s, n * H_t * d_t]``, with adjacent
+    rows, which products re-order faster.
     """
 
     layers: list[int]
-    runs: list[slice]
+    columns: list[slice]
     weight: torch.Tensor
-    bias: torch.Tensor
 
     @classmethod
     def of(
         cls,
         layers: list[int],
-        runs: list[slice],
+        columns: list[slice],
         maps: list[LayerMap],
         method: Method,
         dtype: torch.dtype,
     ) -> _Shared:
-        weight = torch.cat([_ascending(layer, method) for layer in maps], -1)
-        if method is Method.HEAD_LOCAL:
-            bias = torch.cat([layer.bias for layer in maps], -1).unsqueeze(1)
-        else:
-            bias = torch.cat([layer.bias.flatten() for layer in maps])
-        return cls(layers, runs, weight.to(dtype), bias.to(dtype))
+        weight = torch.cat([_ascending(layer, method) for layer in maps], -1).to(dtype)
+        if method is Method.FULL_HEAD:
+            weight = weight[None]
+        return cls(layers, columns, weight.mT.contiguous().mT)
 
 
-def _head_local(operands: Operands, item: _Shared) -> torch.Tensor:
-    """``[N, H_t, n * d_t]``, token by token as targets lie."""
-    rows = operands.rows(item.runs, 2).flatten(2)
-    product = operands.product(rows.shape[1], rows.shape[0], item.weight.shape[2])
-    torch.baddbmm(item.bias, rows, item.weight, out=product.transpose(0, 1))
-    return product
-
-
-def _full_head(operands: Operands, item: _Shared) -> torch.Tensor:
-    """``[N, n * H_t * d_t]``."""
-    rows = operands.rows(item.runs, 1).flatten(1)
-    product = operands.product(rows.shape[0], item.weight.shape[1])
-    return torch.addmm(item.bias, rows, item.weight, out=product)
+def _batches(items: list[_Shared]) -> list[list[_Shared]]:
+    """Items in order, `_BATCH` target layers or fewer together."""
+    batches: list[list[_Shared]] = []
+    room = 0
+    for item in items:
+        if len(item.layers) > room:
+            batches.append([])
+            room = _BATCH
+        batches[-1].append(item)
+        room -= len(item.layers)
+    return batches
 
 
 def _ascending(layer: LayerMap, method: Method) -> torch.Tensor:
@@ -187,12 +199,12 @@ def _ascending(layer: LayerMap, method: Method) -> torch.Tensor:
     return blocks.index_select(dim, torch.tensor(order)).reshape(shape)
 
 
-def _runs(places: list[int]) -> list[slice]:
-    """The places as runs of neighbours, which are read much faster than one by one."""
+def _runs(numbers: list[int]) -> list[slice]:
+    """Ascending numbers as runs of neighbours, which are read where they are, without a copy."""
     runs: list[slice] = []
-    for place in places:
-        if runs and runs[-1].stop == place:
-            runs[-1] = slice(runs[-1].start, place + 1)
+    for number in numbers:
+        if runs and runs[-1].stop == number:
+            runs[-1] = slice(runs[-1].start, number + 1)
         else:
-            runs.append(slice(place, place + 1))
+            runs.append(slice(number, number + 1))
     return runs

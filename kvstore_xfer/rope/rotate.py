@@ -59,45 +59,38 @@ def _rotate(
     vectors: torch.Tensor, spec: RopeSpec, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
     dtype = torch.float64 if vectors.dtype == torch.float64 else torch.float32
-    rotor = Rotor(vectors.to(dtype), spec)
-    rotor.turn(cos.to(dtype), sin.to(dtype))
-    return rotor.output
+    return Rotor(spec).turn(vectors, cos.to(dtype), sin.to(dtype))
 
 
 class Rotor:
-    """Rotates what lies in one buffer into another, for many batches of one shape.
+    """Rotates any number of batches in two buffers, which grow to the largest of them."""
 
-    Parameters
-    ----------
-    vectors
-        ``[..., T, H, head_dim]``, float32 or float64: the attribute `input`. `output`, of the same
-        shape and dtype, is new.
-    spec
-        What is rotated, and how pairs lie.
-    """
+    def __init__(self, spec: RopeSpec) -> None:
+        self._spec = spec
+        self._exact = self._turned = torch.empty(0)
 
-    def __init__(self, vectors: torch.Tensor, spec: RopeSpec) -> None:
-        self.input = vectors
-        self.output = torch.empty_like(vectors)
-        self._from = _pairs(self.input, spec)
-        self._to = _pairs(self.output, spec)
-        plain = slice(spec.rotary_dim, spec.head_dim)
-        self._rest = (
-            (self.output[..., plain], self.input[..., plain])
-            if spec.rotary_dim < spec.head_dim
-            else None
-        )
+    def room(self, shape: torch.Size, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Memory for what is to be rotated, until the next call."""
+        self._exact = _grown(self._exact, shape.numel(), dtype)
+        return self._exact[: shape.numel()].view(shape)
 
-    def turn(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Fill `output`; tables ``[T, rotary_dim / 2]`` of the input's dtype, with any factor."""
-        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # [T, 1, R/2]
-        (first, second), (turned_first, turned_second) = self._from, self._to
-        torch.mul(first, cos, out=turned_first)
+    def turn(self, vectors: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotated vectors ``[..., T, H, head_dim]`` of any float dtype, valid until the next call.
+
+        The tables are ``[T, rotary_dim / 2]``, float32 or float64, with any factor; their dtype is
+        that of the result.
+        """
+        spec = self._spec
+        if vectors.dtype != cos.dtype:
+            vectors = self.room(vectors.shape, cos.dtype).copy_(vectors)
+        self._turned = _grown(self._turned, vectors.numel(), cos.dtype)
+        turned = self._turned[: vectors.numel()].view(vectors.shape)
+        torch.mul(vectors, _wide(cos, spec).unsqueeze(-2), out=turned)
+        sin = sin.unsqueeze(-2)  # [T, 1, R/2]
+        (first, second), (turned_first, turned_second) = _pairs(vectors, spec), _pairs(turned, spec)
         turned_first.addcmul_(second, sin, value=-1)
-        torch.mul(second, cos, out=turned_second)
         turned_second.addcmul_(first, sin)
-        if self._rest is not None:
-            self._rest[0].copy_(self._rest[1])
+        return turned
 
 
 def _pairs(vectors: torch.Tensor, spec: RopeSpec) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,3 +99,16 @@ def _pairs(vectors: torch.Tensor, spec: RopeSpec) -> tuple[torch.Tensor, torch.T
         return vectors[..., 0 : spec.rotary_dim : 2], vectors[..., 1 : spec.rotary_dim : 2]
     half = spec.rotary_dim // 2
     return vectors[..., :half], vectors[..., half : spec.rotary_dim]
+
+
+def _wide(cos: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
+    """``[T, head_dim]``: the cosine of each number's pair, and 1 for what is not rotated."""
+    wide = cos.new_ones(len(cos), spec.head_dim)
+    for half in _pairs(wide, spec):
+        half.copy_(cos)
+    return wide
+
+
+def _grown(buffer: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
+    fits = buffer.dtype == dtype and buffer.numel() >= size
+    return buffer if fits else torch.empty(size, dtype=dtype)

@@ -6,7 +6,8 @@ Runs each kernel against its float64 definition over shapes, dtypes, layouts and
 poisoned outputs and guard bands, twice for equality of bits; staging from pinned and from pageable
 memory; the tier end to end on the device against its CPU path; then the benchmark of the published
 Qwen3 pair. One table comes last. Exits 1 when a check fails. Needs this checkout, torch, triton,
-transformers and safetensors; the tier's check is skipped without the tier's other dependencies.
+transformers, safetensors and the dependencies of this package: a step that one of them is missing
+for fails, and the last lines say which.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ SIDES = (
 )
 
 
+NOT_RUN = "NOT RUN"
 TIER = "the tier end to end, small model stored, large model served"
 
 
@@ -65,8 +67,11 @@ def main() -> int:
     _say("\n" + " | ".join(bench.COLUMNS))
     for row in rows:
         _say(" | ".join(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row))
-    failed = [name for name, outcome in results if not outcome.startswith(("ok", "skipped"))]
+    failed = [name for name, outcome in results if not outcome.startswith("ok")]
     _say(f"\n{len(results)} checks, {len(failed)} failed, {time.monotonic() - start:.0f} s")
+    for name, outcome in results:
+        if outcome.startswith(NOT_RUN):
+            _say(f"{name}: {outcome}")
     return int(bool(failed))
 
 
@@ -211,7 +216,7 @@ def _tier_check() -> str:
         from kvstore_xfer.mapper.convert import TorchConverter
         from kvstore_xfer.mapper.convert_triton import TritonConverter
     except ImportError as error:
-        return f"skipped: {error}"
+        return f"{NOT_RUN}: {error}; install it (pip install -e . in this checkout) and run again"
     with tempfile.TemporaryDirectory() as folder:
         mapper = fit_mapper(Path(folder) / "fitted", "cuda")
         stored = StoredPrefix(Path(folder), mapper, "cuda")

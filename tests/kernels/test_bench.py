@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from kvstore_xfer.cli import bench_map
 from kvstore_xfer.cli import main as cli
 from kvstore_xfer.cli.bench_map import CpuWork
 from kvxfer_kernels import bench, shapes
@@ -45,9 +47,10 @@ def test_the_cpu_work_is_counted():
     assert work.operations(4096) == 8 * 2 * 8 * 4096 * 1024 * 128
     # Target layers 30 to 33 read source layers 14 to 23.
     assert work.bytes_moved(1) == 160 * 1024 * 10 / 40 + 256 * 1024 * 4 / 64
-    seconds, ceiling = CpuWork(SMALL, 2).measure(300)
+    seconds, ceiling, share = CpuWork(SMALL, 2).measure(300)
     assert seconds > 0
     assert ceiling > 0
+    assert share > 0
 
 
 def test_the_layers_around_the_same_depth():
@@ -60,3 +63,14 @@ def test_bench_map_prints_a_row_per_length(capsys):
     arguments = ["--pair", "qwen3-14b-32b", "--tokens", "64", "--layers", "1", "--device", "cpu"]
     assert cli.main(["bench", "map", *arguments]) == 0
     assert "64" in capsys.readouterr().out
+
+
+def test_an_interrupted_bench_prints_what_it_measured(capsys, monkeypatch):
+    def rows(*_args):
+        yield ("qwen3-14b-32b", 64, 1.5, 2.0, 3.0, 4.0, 5.0, "60%")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_map, "_cpu_rows", rows)
+    with contextlib.suppress(KeyboardInterrupt, SystemExit):
+        cli.main(["bench", "map", "--device", "cpu"])
+    assert "60%" in capsys.readouterr().out

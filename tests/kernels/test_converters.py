@@ -108,15 +108,15 @@ COUNTS = st.lists(st.sampled_from((1, 7, 16, 16, 16, 50)), min_size=1, max_size=
     counts=COUNTS,
     full=st.booleans(),
     dtype=st.sampled_from(list(TOLERANCE)),
-    layer_bytes=st.sampled_from((1, 2048, 512 * 1024)),
+    tile=st.sampled_from((1, 2048, 1 << 20)),
     input_bytes=st.sampled_from((1, 128 << 20)),
 )
-def test_the_cpu_converter_equals_the_reference(counts, full, dtype, layer_bytes, input_bytes):
+def test_the_cpu_converter_equals_the_reference(counts, full, dtype, tile, input_bytes):
     compute = torch.float32 if dtype is torch.float32 else torch.bfloat16
     pair = make_pair(SOURCE, TARGET, full=full, compute=compute)
     conversation = Conversation(pair, counts, dtype)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(convert, "_LAYER_BYTES", layer_bytes)
+        patch.setattr(convert, "_TILE", tile)
         patch.setattr(convert, "_INPUT_BYTES", input_bytes)
         TorchConverter(mapper_of(pair), dtype).convert(
             conversation.sources, conversation.first, conversation.targets
