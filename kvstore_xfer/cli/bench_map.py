@@ -89,7 +89,7 @@ def _print(title: str, columns: tuple[str, ...], rows: Iterator[tuple[Any, ...]]
         Console().print(table)
 
 
-_CPU_COLUMNS = ("pair", "tokens", "ms", "GFLOP/s", "GB/s", "bmm ms", "bmm GFLOP/s", "of bmm")
+_CPU_COLUMNS = ("pair", "tokens", "ms", "GFLOP/s", "GB/s", "bmm ms", "of bmm")
 
 
 def _cpu_rows(pairs: list[PairShape], lengths: list[int], layers: int) -> Iterator[tuple[Any, ...]]:
@@ -105,7 +105,6 @@ def _cpu_rows(pairs: list[PairShape], lengths: list[int], layers: int) -> Iterat
                 operations / seconds / 1e9,
                 work.bytes_moved(tokens) / seconds / 1e9,
                 ceiling * 1e3,
-                operations / ceiling / 1e9,
                 f"{share:.0%}",
             )
 

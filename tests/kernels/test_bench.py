@@ -67,7 +67,7 @@ def test_bench_map_prints_a_row_per_length(capsys):
 
 def test_an_interrupted_bench_prints_what_it_measured(capsys, monkeypatch):
     def rows(*_args):
-        yield ("qwen3-14b-32b", 64, 1.5, 2.0, 3.0, 4.0, 5.0, "60%")
+        yield ("qwen3-14b-32b", 64, 1.5, 2.0, 3.0, 4.0, "60%")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bench_map, "_cpu_rows", rows)

@@ -203,3 +203,21 @@ def test_the_cpu_converter_is_chosen_when_the_kernels_cannot(monkeypatch, caplog
         assert str(failure) in caplog.text
     with pytest.raises(TypeError):
         make_converter(mapper, torch.bfloat16, "cuda:0")
+
+
+def test_the_cpu_converter_is_chosen_when_the_kernels_do_not_compile(monkeypatch, caplog):
+    mapper = mapper_of(make_pair(SOURCE, TARGET))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    interpreted = TritonConverter(mapper, torch.bfloat16, "cpu")
+    monkeypatch.setattr(
+        "kvstore_xfer.mapper.convert_select._triton", lambda *_arguments: interpreted
+    )
+    assert make_converter(mapper, torch.bfloat16) is interpreted
+
+    def broken(*_arguments):
+        raise RuntimeError("ptxas failed")
+
+    monkeypatch.setattr(interpreted, "convert", broken)
+    assert isinstance(make_converter(mapper, torch.bfloat16), TorchConverter)
+    assert "RuntimeError: ptxas failed" in caplog.text
