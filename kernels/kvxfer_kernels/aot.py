@@ -4,7 +4,7 @@
 
 Prints one row per architecture and case, then the predicted times, and exits 1 when a rule is
 broken: it must compile, spill no register, fit the shared memory, access device memory by 16 bytes
-and, where it multiplies, use the tensor cores (wgmma on 90).
+and, where it multiplies 16-bit numbers, use the tensor cores (wgmma on 90).
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -78,6 +77,15 @@ class Case:
     def maps(self) -> bool:
         return self.kind is not None
 
+    @property
+    def compute(self) -> torch.dtype:
+        return torch.float32 if self.kind == "fp32" else torch.bfloat16
+
+    @property
+    def tensor(self) -> bool:
+        """Whether it must use the tensor cores, which round float32."""
+        return self.maps and self.compute is not torch.float32
+
     def tuning(self, architecture: str) -> Tuning:
         """The table as a call of this case uses it."""
         table = tuning.load(architecture, self.kind or "local")
@@ -93,6 +101,8 @@ CASES = (
     Case("fp8, un-rotated in memory", "fp8", fp8=True),
     Case("fp8, un-rotated in registers", "fp8", fp8=True, strip=True),
     Case("full-head", "full"),
+    Case("fp32, un-rotated in memory", "fp32"),
+    Case("fp32, un-rotated in registers", "fp32", strip=True),
     Case("width 32, in registers", "local", strip=True, width=32),
     Case("width 64, in memory", "local", width=64),
     Case("width 256, in memory", "local", width=256),
@@ -117,12 +127,12 @@ class Report:
     narrow: int
     programs: int
 
-    def broken(self, chip: Chip, *, maps: bool = True) -> list[str]:
-        """The rules that this code breaks; without `maps` it multiplies nothing."""
+    def broken(self, chip: Chip, *, tensor: bool = True) -> list[str]:
+        """The rules that this code breaks; without `tensor` it needs no tensor cores."""
         rules = {
             f"{self.spilled} spilled": self.spilled == 0,
             f"{self.shared} bytes of shared memory": self.shared <= chip.shared_block,
-            "no tensor-core instruction": self.tensor > 0 or not maps,
+            "no tensor-core instruction": self.tensor > 0 or not tensor,
             "no 16-byte access": self.wide > 0,
             f"{self.narrow} narrow tile accesses": self.narrow == 0,
         }
@@ -137,7 +147,7 @@ def main(names: list[str]) -> int:
         for case in CASES:
             table = case.tuning(name)
             report = compile_case(name, case, table)
-            broken = report.broken(CHIPS[name], maps=case.maps)
+            broken = report.broken(CHIPS[name], tensor=case.tensor)
             failed |= bool(broken)
             cells = (report.registers, report.spilled, report.shared, report.tensor, report.wide)
             verdict = "; ".join(broken) or "kept"
@@ -186,11 +196,12 @@ def compile_case(name: str, case: Case, table: Tuning) -> Report:
 def _signature(
     kernel: Any, constants: dict[str, Any], case: Case
 ) -> tuple[dict[str, str], dict[tuple[int, ...], Any], dict[tuple[int, ...], Any]]:
-    """Types, constants and divisibility as a launch over aligned bf16 pages gives them."""
+    """Types, constants and divisibility as a launch over aligned pages gives them."""
+    number = "*fp32" if case.compute is torch.float32 else "*bf16"
     pointers = {
-        "source": "*u8" if case.fp8 else "*bf16",
-        "target": "*bf16",
-        "weights": "*bf16",
+        "source": "*u8" if case.fp8 else number,
+        "target": number,
+        "weights": number,
         "source_rows": "*i64",
         "target_rows": "*i64",
         "entries": "*i32",
@@ -215,7 +226,9 @@ def _signature(
 
 def _map_constants(case: Case, table: Tuning) -> dict[str, Any]:
     width, fp8 = case.width, case.fp8
-    shared = {"COMPUTE": TRITON_DTYPES[torch.bfloat16], "DOT": tl.bfloat16, "BLOCK": table.block}
+    compute = TRITON_DTYPES[case.compute]
+    shared = {"COMPUTE": compute, "DOT": compute, "BLOCK": table.block}
+    vector = 16 // case.compute.itemsize
     sizes = {
         f"{component}_{name}": value
         for component in ("KEY", "VALUE")
@@ -239,8 +252,8 @@ def _map_constants(case: Case, table: Tuning) -> dict[str, Any]:
         "SOURCE_HALF": width // 2,
         "TARGET_INTERLEAVED": case.interleaved,
         "TARGET_HALF": width // 2,
-        "SOURCE_VECTOR": 16 if fp8 else 8,
-        "TARGET_VECTOR": 8,
+        "SOURCE_VECTOR": 16 if fp8 else vector,
+        "TARGET_VECTOR": vector,
     }
 
 

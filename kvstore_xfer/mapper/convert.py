@@ -2,8 +2,9 @@
 
 `Converter` is the one interface; `TorchConverter` implements it with batched torch operations on
 the CPU and is what every other implementation is compared with. Tokens of all blocks of a call
-are handled together, in groups that stay in the processor's caches, in buffers that are made once
-per call. The threads are those within torch's operations, as many as the process has set.
+are handled together: keys are rotated a few at a time, products take many tokens, and what they
+pass through is kept from call to call. The threads are those within torch's operations, as many
+as the process has set.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ class Converter(Protocol):
 
 
 class TorchConverter:
-    """The CPU implementation of `Converter`, fp32 accumulation.
+    """The CPU implementation of `Converter`, fp32 accumulation; one call at a time.
+
+    It keeps the memory that the largest call needed: of each token the source layers that are read,
+    `_INPUT_BYTES` at most, the products of eight target layers, and four float32 tiles.
 
     Parameters
     ----------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -138,9 +139,9 @@ class Operands:
 
     def results(self, shapes: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:
         """Room for several results at once."""
-        sizes = [math.prod(shape) for shape in shapes]
-        self._results = _room(self._results, sum(sizes))
-        parts = self._results[: sum(sizes)].split(sizes)
+        borders = [0, *accumulate(math.prod(shape) for shape in shapes)]
+        self._results = _room(self._results, borders[-1])
+        parts = (self._results[start:stop] for start, stop in pairwise(borders))
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 

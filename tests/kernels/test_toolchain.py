@@ -61,7 +61,7 @@ def test_a_broken_rule_is_named():
     assert good.broken(chip) == []
     bad = aot.Report(255, 4, 200_000, 0, 0, 3, 0)
     assert len(bad.broken(chip)) == 5
-    assert len(bad.broken(chip, maps=False)) == 4
+    assert len(bad.broken(chip, tensor=False)) == 4
 
 
 def test_wide_heads_get_smaller_tiles_and_no_rotation_in_registers():
