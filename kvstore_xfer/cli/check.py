@@ -189,8 +189,15 @@ def _lengths(
 
 
 def cheapest(checked: dict[Path, tuple[int, GateRecord]]) -> Path | None:
-    """Of the accepted mappers the one with the fewest parameters: each is used once a token."""
-    accepted = {folder: size for folder, (size, record) in checked.items() if record.accepted}
+    """Of the accepted mappers the one with the fewest parameters: each is used once a token.
+
+    Among equals, such as the same maps under other weights, the one with the smallest KL.
+    """
+    accepted = {
+        folder: (size, record.arms["mapped"]["kl"]["mean"])
+        for folder, (size, record) in checked.items()
+        if record.accepted
+    }
     return min(accepted, key=lambda folder: accepted[folder], default=None)
 
 

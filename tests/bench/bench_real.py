@@ -4,7 +4,7 @@
 
 Fits on passages of 256 tokens; checks with prefixes of 192, 48 and 960 tokens, the next 64 read
 natively, on documents that no fit has seen, and with questions about facts in the prefix; float32.
-Both models run every text once for all methods and pairs: an hour and a half on one core, and 15 GB
+Both models run every text once for all methods and pairs: two hours on one idle core, and 15 GB
 under the folder of temporary files.
 """
 

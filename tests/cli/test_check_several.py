@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,11 @@ def test_the_cheapest_accepted_mapper_is_proposed(mappers, family_mapper, capsys
 def test_none_is_proposed_where_none_is_accepted(family_mapper):
     record = family_mapper.record
     assert cheapest({Path("a"): (5, record), Path("b"): (4, record)}) == Path("b")
+    arms = {**record.arms, "mapped": {"kl": {"mean": 0.0}}}
+    better = replace(record, arms=arms)
+    assert cheapest({Path("a"): (5, record), Path("b"): (5, better)}) == Path("b")
+    rejected = replace(better, verdict="rejected")
+    assert cheapest({Path("a"): (5, record), Path("b"): (4, rejected)}) == Path("a")
     assert cheapest({}) is None
 
 
