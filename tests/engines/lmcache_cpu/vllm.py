@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
-import urllib.request
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lmcache_cpu.inside.server import QUIET, eventually, free_port
+from lmcache_cpu.inside.server import QUIET, eventually, free_port, http_call, stop_group
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
 
 BLOCK, BATCH = 32, 256  # tokens of a block, and of one step: longer prompts are prefilled in chunks
 VOCABULARY = 2048
-START_SECONDS, STOP_SECONDS = 420, 30
+START_SECONDS = 420
 ENVIRONMENT = {
     **QUIET,
     "VLLM_NO_USAGE_STATS": "1",
@@ -74,11 +71,7 @@ class VllmServer:
         eventually(self._is_ready, START_SECONDS)
 
     def stop(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(STOP_SECONDS)
+        stop_group(self.process)
 
     def ask(
         self, prompt: Sequence[int], new_tokens: int = 4, salt: str = "", *, logprobs: bool = False
@@ -111,14 +104,7 @@ class VllmServer:
         self.call("POST", "/reset_prefix_cache", {})
 
     def call(self, method: str, path: str, body: Any = None) -> str:
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}",
-            data=None if body is None else json.dumps(body).encode(),
-            method=method,
-            headers={"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return answer.read().decode()
+        return http_call(self.port, method, path, body, seconds=120)
 
     def _is_ready(self) -> bool:
         last = "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])

@@ -73,11 +73,7 @@ class LmcacheServer:
         self.stop()
 
     def stop(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(STOP_SECONDS)
+        stop_group(self.process)
 
     def status(self) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(self.call("GET", "/status"))
@@ -104,14 +100,7 @@ class LmcacheServer:
         return sum(float(value) for row, value in rows if all(part in row for part in wanted))
 
     def call(self, method: str, path: str, body: Any = None) -> str:
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.http}{path}",
-            data=None if body is None else json.dumps(body).encode(),
-            method=method,
-            headers={"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=20) as answer:
-            return answer.read().decode()
+        return http_call(self.http, method, path, body, seconds=20)
 
     def _is_ready(self) -> bool:
         assert self.process.poll() is None, f"the server ended with {self.process.returncode}"
@@ -119,6 +108,27 @@ class LmcacheServer:
             return json.loads(self.call("GET", "/healthcheck"))["status"] == "healthy"
         except OSError:
             return False
+
+
+def http_call(port: int, method: str, path: str, body: Any = None, *, seconds: float) -> str:
+    """The text that a server of this machine answers; `body` is sent as JSON."""
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{path}",
+        data=None if body is None else json.dumps(body).encode(),
+        method=method,
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=seconds) as answer:
+        return answer.read().decode()
+
+
+def stop_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process that leads its own session, and what it has started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
 
 
 def eventually(condition: Callable[[], bool], seconds: float) -> None:
