@@ -10,13 +10,15 @@
 Which prompts are sampled follows from their hashes, and whether a pair is off from the store, so
 that all ranks decide alike; within the second between two looks for off records they may differ, as
 they may about an eviction. A pair that is off stays off, across restarts, until `kvxfer check` has
-been run again.
+been run again. The samples are in the store too: a restart goes on from them, and all engines of
+one model add to them.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict, deque
@@ -87,6 +89,27 @@ class Retention:
     def too_low(self) -> bool:
         """The lower bound stayed under the threshold."""
         return self._low_in_a_row >= PATIENCE
+
+    def encode(self) -> bytes:
+        state = {
+            "samples": list(self.samples),
+            "compared": self.compared,
+            "low_in_a_row": self._low_in_a_row,
+        }
+        return json.dumps(state).encode()
+
+    def restore(self, payload: bytes) -> None:
+        """Go on from what `encode` gave. Raises ValueError for anything else."""
+        state = json.loads(payload)
+        try:
+            samples = [float(x) for x in state["samples"]]
+            compared, low = int(state["compared"]), int(state["low_in_a_row"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"no samples: {error}") from None
+        if not all(math.isfinite(x) for x in samples) or compared < len(samples) or low < 0:
+            raise ValueError("samples that cannot be")
+        self.samples = deque(samples, KEPT_SAMPLES)
+        self.compared, self._low_in_a_row = compared, low
 
 
 @dataclass(frozen=True)
@@ -167,16 +190,22 @@ class Watcher:
                 self._turn_off(pair, (found.payload or b"").decode(errors="replace"))
 
     def _off_key(self, pair: Pair) -> str:
-        record = pair.watch
-        check = "" if record is None else record.check_id
-        name = f"off-{pair.mapper.digest}-{check}"
-        return str(BlockKey(self._identity.digest, "whole", RECORD, name))
+        return self._record_key("off", pair, "whole")
+
+    def _record_key(self, what: str, pair: Pair, shard: str) -> str:
+        """A check made anew has records of its own."""
+        check = "" if pair.watch is None else pair.watch.check_id
+        name = f"{what}-{pair.mapper.digest}-{check}"
+        return str(BlockKey(self._identity.digest, shard, RECORD, name))
 
     def _record_off(self, pair: Pair, why: str) -> None:
         labels = dict(zip(("source", "target", "direction"), pair.labels, strict=True))
         payload = json.dumps({**labels, "why": why, "at": time.time()}).encode()
-        header = BlockHeader(key=self._off_key(pair), payload_bytes=len(payload))
-        self._store.write([WriteRequest(header, [memoryview(payload)])])
+        self._write_record(self._off_key(pair), payload)
+
+    def _write_record(self, key: str, payload: bytes) -> None:
+        header = BlockHeader(key=key, payload_bytes=len(payload))
+        self._store.write([WriteRequest(header, [memoryview(payload)])], overwrite=True)
 
     def _turn_off(self, pair: Pair, why: str) -> None:
         key = self._off_key(pair)
@@ -271,10 +300,9 @@ class Watcher:
             return
         metrics.SAMPLES.labels(*pair.labels, "compared").inc()
         _export(pair, comparison)
-        retention = self._retention.setdefault(
-            self._off_key(pair), Retention(pair.watch, pair.policy.min_retention)
-        )
+        retention = self._recalled(pair, pair.watch)
         interval = retention.add(comparison.x)
+        self._write_record(self._record_key("samples", pair, self._shard), retention.encode())
         metrics.RETENTION_THRESHOLD.labels(*pair.labels).set(retention.threshold)
         metrics.set_bounds(metrics.OBSERVED_RETENTION, pair.labels, vars(interval))
         if retention.too_low and self._off_key(pair) not in self._off:
@@ -284,6 +312,18 @@ class Watcher:
             )
             self._record_off(pair, why)
             self._turn_off(pair, why)
+
+    def _recalled(self, pair: Pair, record: WatchRecord) -> Retention:
+        """The samples of this rank's heads so far, by whichever process; else those of this one."""
+        key = self._record_key("samples", pair, self._shard)
+        retention = self._retention.setdefault(key, Retention(record, pair.policy.min_retention))
+        found = self._store.read([ReadRequest(key)])[0]
+        if found.status is ReadStatus.OK:
+            try:
+                retention.restore(found.payload or b"")
+            except ValueError as error:
+                _log.warning("pair %s -> %s: its samples: %s", *pair.labels[:2], error)
+        return retention
 
     def _comparison(self, pair: Pair, plans: list[BlockPlan]) -> Comparison | None:
         """None when blocks of either side are gone, or the run is too short to say anything."""

@@ -6,10 +6,12 @@ import pytest
 import torch
 from prometheus_client import REGISTRY
 
+from kvstore_xfer.blocks.header import BlockHeader
 from kvstore_xfer.errors import ArtifactError
 from kvstore_xfer.gate.relation import MIN_SAMPLES, Relation
 from kvstore_xfer.gate.watch import WatchRecord, load_watch, save_watch, watch_file
 from kvstore_xfer.outcome import Outcome, Reason
+from kvstore_xfer.store.base import WriteRequest
 from kvstore_xfer.tier.policy import Policy
 from kvstore_xfer.tier.watch import PATIENCE, is_sampled
 
@@ -149,6 +151,30 @@ def test_an_off_record_that_was_evicted_is_written_again(toy, watched, store):
     store.delete([key])
     ask(toy, source, target, 400)
     assert store.exists([key]) == [True]
+
+
+def test_samples_outlive_a_restart(toy, watched):
+    source, target = watched(min_retention=0.999)
+    for number in range(MIN_SAMPLES - 1):
+        ask(toy, source, target, 600 + number)
+    _, restarted = watched(min_retention=0.999)
+    assert restarted.pairs[0].refusal is None
+    ask(toy, source, restarted, 650)
+    assert restarted.pairs[0].refusal is Reason.RETENTION
+
+
+@pytest.mark.parametrize("state", [b"", b"{", b"[]", b'{"samples": [1e999]}', b'{"samples": 1}'])
+def test_samples_that_cannot_be_read_are_those_of_this_process(toy, watched, store, state, caplog):
+    source, target = watched(min_retention=0.999)
+    ask(toy, source, target, 700)
+    (key,) = [row.key for row in store.scan() if "/samples-" in row.key]
+    header = BlockHeader(key=key, payload_bytes=len(state))
+    store.write([WriteRequest(header, [memoryview(state)])], overwrite=True)
+    for number in range(1, MIN_SAMPLES):
+        assert target.pairs[0].refusal is None
+        ask(toy, source, target, 700 + number)
+    assert target.pairs[0].refusal is Reason.RETENTION
+    assert caplog.text.count("its samples") == 1
 
 
 def test_an_honest_pair_stays_on(toy, watched):
