@@ -1,7 +1,9 @@
 """A toy family: caches in closed form, an accepted mapper, stores that fail on demand."""
 
+import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +25,8 @@ from kvstore_xfer.tier.policy import Policy, direction_of
 from kvstore_xfer.tier.tier import Tier
 
 BLOCK = 4
+for folder in (Path(__file__).parent, Path(__file__).parents[1] / "deploy"):
+    sys.path.insert(0, str(folder))  # modules of no package
 
 
 class FaultyStore(BlockStore):
