@@ -3,10 +3,13 @@
 In production nobody knows the loss that converted blocks would have caused, but the blocks that
 the target computed itself can be compared with the converted ones. What is compared is the
 attention output of stored probe queries over windows of the prefix: across mappers its cosine goes
-with retention where R^2 does not (arXiv 2608.03893). At gate time both are known, for the mapper
-and for caches that are made worse step by step, so a relation is fitted from one to the other:
+with retention where R^2 does not (arXiv 2608.03893). A cosine does not see that an output is too
+large or too small, so the likeness 2ab / (aa + bb) is taken, which is the cosine where a and b are
+equally long; and a layer that is lost would drown in a mean over all, so the worst one counts. At
+gate time likeness and loss are known, for the mapper and for caches that are made worse step by
+step, so a relation is fitted from one to the other:
 
-    loss increase, nats a token = b1 x + b2 x^2,    x = 1 - cosine, mean over layers
+    loss increase, nats a token = b1 x + b2 x^2,    x = 1 - likeness of the worst layer
 
 with b >= 0, and resampled over passages, so that an estimate carries its uncertainty.
 """
@@ -80,15 +83,17 @@ def _loss(
 
 @dataclass(frozen=True)
 class Comparison:
-    """Converted against native blocks, per layer: cosines and relative errors ``[L]``."""
+    """Converted against native blocks, per layer ``[L]``: attention outputs by cosine and by
+    likeness, and relative errors."""
 
     cosines: torch.Tensor
+    likeness: torch.Tensor
     key_errors: torch.Tensor
     value_errors: torch.Tensor
 
     @property
     def x(self) -> float:
-        return float((1 - self.cosines).mean())
+        return float(1 - self.likeness.min())
 
 
 def compare(
@@ -110,34 +115,37 @@ def compare(
     if not windows:
         return None
     layers = range(native.keys.shape[0])
-    cosines = torch.stack(
+    cosines, likeness = torch.stack(
         [
             torch.stack(
                 [
-                    _cosine(native.cut(*w), mapped.cut(*w), probes[i], rope, first_token + w[1], i)
+                    _outputs(native.cut(*w), mapped.cut(*w), probes[i], rope, first_token + w[1], i)
                     for w in windows
                 ]
-            ).mean()
+            ).mean(0)
             for i in layers
-        ]
-    )
+        ],
+        dim=1,
+    ).nan_to_num(0.0)
     keys, values = (
         torch.stack([_relative_error(a[i], b[i]) for i in layers])
         for a, b in ((native.keys, mapped.keys), (native.values, mapped.values))
     )
-    return Comparison(cosines.nan_to_num(0.0), keys, values)
+    return Comparison(cosines, likeness, keys, values)
 
 
-def _cosine(
+def _outputs(
     native: KvPage, mapped: KvPage, probes: torch.Tensor, rope: RopeSpec, position: int, layer: int
 ) -> torch.Tensor:
-    """Mean over heads and probes, queries standing at `position`."""
+    """Cosine and likeness ``[2]``, means over heads and probes, queries standing at `position`."""
     tables = rope_tables(rope, torch.full((probes.shape[1],), position))
     queries = apply_rope(probes.transpose(0, 1), rope, *tables)  # [P, H, D]
     own, other = (
         _attend(queries, page.keys[layer], page.values[layer]) for page in (native, mapped)
     )
-    return torch.nn.functional.cosine_similarity(own, other, dim=-1).mean()
+    cosine = torch.nn.functional.cosine_similarity(own, other, dim=-1)
+    likeness = 2 * (own * other).sum(-1) / (own.square() + other.square()).sum(-1)
+    return torch.stack([cosine.mean(), likeness.mean()])
 
 
 def _attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

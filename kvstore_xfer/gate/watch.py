@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _REMEDY = "run 'kvxfer check' again"
 _PROBES = "probes"
+# Another name whenever a relation is from something else: older files are refused.
+_ABOUT = "watch-2"
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def save_watch(folder: str | os.PathLike[str], dtype: str, record: WatchRecord) 
             "relation": asdict(record.relation),
         }
     )
-    metadata = {"watch": about, "checksum": _checksum(about, record.probes)}
+    metadata = {_ABOUT: about, "checksum": _checksum(about, record.probes)}
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         save_file({_PROBES: record.probes}, temporary, metadata)
@@ -91,9 +93,9 @@ def load_watch(folder: str | os.PathLike[str], dtype: str) -> WatchRecord | None
     try:
         with safe_open(path, "pt") as file:
             metadata, probes = file.metadata() or {}, file.get_tensor(_PROBES)
-        if metadata["checksum"] != _checksum(metadata["watch"], probes):
+        if metadata["checksum"] != _checksum(metadata[_ABOUT], probes):
             raise ArtifactError(f"{path}: damaged; {_REMEDY}")
-        about = json.loads(metadata["watch"])
+        about = json.loads(metadata[_ABOUT])
         fields = about["relation"]
         relation = Relation(
             tuple((float(b1), float(b2)) for b1, b2 in fields["draws"]),

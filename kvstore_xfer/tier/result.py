@@ -9,8 +9,11 @@ from kvstore_xfer.outcome import SERVED, Outcome, Reason
 from kvstore_xfer.store.base import ReadStatus
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvstore_xfer.blocks.header import BlockHeader
     from kvstore_xfer.blocks.page import KvShape
+    from kvstore_xfer.tier.plan import BlockPlan
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,17 @@ class BlockResult:
     @property
     def served(self) -> bool:
         return self.outcome in SERVED
+
+
+def results_as_planned(plans: Sequence[BlockPlan]) -> list[BlockResult]:
+    """What reading would tell without reading; neighbours that are alike share one object."""
+    results: list[BlockResult] = []
+    last = BlockResult(Outcome.MISSED)
+    for plan in plans:
+        if plan.outcome is not last.outcome or plan.reason is not last.reason:
+            last = BlockResult(plan.outcome, plan.reason)
+        results.append(last)
+    return results
 
 
 def read_failure(status: ReadStatus) -> Reason | None:

@@ -19,14 +19,14 @@ class Stages:
     """The stage histograms of one tier; looking labels up once keeps the data path cheap."""
 
     def __init__(self, target: str) -> None:
-        self._seconds = {s: metrics.STAGE_SECONDS.labels(target, s) for s in metrics.STAGES}
-        self._bytes = {s: metrics.STAGE_BYTES.labels(target, s) for s in metrics.STAGES}
+        self._seconds = {s: metrics.STAGE_SECONDS.labels(target, s).observe for s in metrics.STAGES}
+        self._bytes = {s: metrics.STAGE_BYTES.labels(target, s).observe for s in metrics.STAGES}
 
     def observe(self, stage: str, seconds: float, size: int = 0) -> None:
         """One call of `stage`; `size` in bytes, 0 where nothing moves."""
-        self._seconds[stage].observe(seconds)
+        self._seconds[stage](seconds)
         if size:
-            self._bytes[stage].observe(size)
+            self._bytes[stage](size)
 
     @contextmanager
     def timed(self, stage: str, size: int = 0) -> Iterator[None]:

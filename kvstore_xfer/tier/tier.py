@@ -22,6 +22,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 from functools import partial
+from itertools import islice
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,16 +36,14 @@ from kvstore_xfer.outcome import Outcome, Reason
 from kvstore_xfer.store.base import ReadRequest, WriteRequest, WriteStatus
 from kvstore_xfer.tier.background import BackgroundWriter
 from kvstore_xfer.tier.plan import BlockPlan, Planner, after_gap, own_after_gap, still_allowed
-from kvstore_xfer.tier.result import BlockResult, has_shape, read_failure
+from kvstore_xfer.tier.result import BlockResult, has_shape, read_failure, results_as_planned
 from kvstore_xfer.tier.sources import SourceBlocks, SourceReader
 from kvstore_xfer.tier.stages import Stages
 from kvstore_xfer.tier.watch import Watcher
 from kvstore_xfer.tracing import span
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from prometheus_client import Counter
+    from collections.abc import Callable, Sequence
 
     from kvstore_xfer.blocks.identity import Identity
     from kvstore_xfer.blocks.key import Shard
@@ -51,6 +51,9 @@ if TYPE_CHECKING:
     from kvstore_xfer.store.base import BlockStore
     from kvstore_xfer.tier.pair import Pair
 
+    _Count = Callable[[float], None]
+
+_sibling = attrgetter("sibling")
 _log = logging.getLogger(__name__)
 _GROUP_TOKENS = 1024  # converted together: large enough for the matrix units, small to pipeline
 _QUEUE_BLOCKS = 1024  # derived blocks waiting to be stored; beyond that they are dropped, counted
@@ -98,9 +101,9 @@ class Tier:
         self._planner = self._make_planner()
         self._prefill_rate = max((pair.prefill_rate for pair in self.pairs), default=0.0)
         self._stages = Stages(name)
-        self._lookups = metrics.LOOKUPS.labels(name)
-        self._saved_seconds = metrics.SAVED_SECONDS.labels(name)
-        self._counters: dict[tuple[tuple[str, str], Outcome, Reason], tuple[Counter, Counter]] = {}
+        self._lookup_started = metrics.LOOKUPS.labels(name).inc
+        self._saved_seconds = metrics.SAVED_SECONDS.labels(name).inc
+        self._counters: dict[tuple[str, ...], tuple[_Count, _Count]] = {}
         self._sources = SourceReader(store, identity.block_tokens, self._stages)
         self._watcher = Watcher(
             store,
@@ -132,7 +135,7 @@ class Tier:
         itself.
         """
         if whole_prompt:
-            self._lookups.inc()
+            self._lookup_started()
         started = time.perf_counter()
         try:
             plans = self._find(hashes, whole_prompt=whole_prompt, gaps=gaps)
@@ -243,10 +246,11 @@ class Tier:
         self._planner = self._make_planner()
 
     def _find(self, hashes: Sequence[str], *, whole_prompt: bool, gaps: bool) -> list[BlockPlan]:
-        self._watcher.check_off(self.pairs)
+        if time.monotonic() >= self._watcher.next_look:
+            self._watcher.check_off(self.pairs)
         planner = self._planner
         plans = planner.plan(hashes, whole_prompt=whole_prompt, gaps=gaps)
-        if not whole_prompt:
+        if not (whole_prompt and plans and plans[0].served):
             return plans
         close = own_after_gap if gaps else after_gap
         return close(self._watcher.decline_sampled(plans, planner.convertible))
@@ -258,7 +262,7 @@ class Tier:
         self, plans: Sequence[BlockPlan], pages: Sequence[KvPage], first_block: int | None
     ) -> list[BlockResult]:
         plans = still_allowed(plans, self.pairs)
-        results = [BlockResult(plan.outcome, plan.reason) for plan in plans]
+        results = results_as_planned(plans)
         leading = next((i for i, plan in enumerate(plans) if not plan.served), len(plans))
         stored = [i for i in range(leading) if plans[i].pair is None]
         for i, result in zip(stored, self._read_stored(stored, plans, pages), strict=True):
@@ -460,29 +464,35 @@ class Tier:
     # bookkeeping
 
     def _count(
-        self, plans: Sequence[BlockPlan], results: Sequence[BlockResult], seconds: float
+        self, plans: Sequence[BlockPlan], results: list[BlockResult], seconds: float
     ) -> None:
         tokens = self.identity.block_tokens
-        served = 0
-        for (plan, result), count in _runs(plans, results):
-            blocks_counter, tokens_counter = self._answer_counters(plan, result)
-            blocks_counter.inc(count)
-            tokens_counter.inc(count * tokens)
-            served += count if result.served else 0
+        served = start = 0
+        while start < len(plans):
+            end = _alike_until(plans, results, start)
+            count_blocks, count_tokens = self._answer_counters(plans[start], results[start])
+            count_blocks(end - start)
+            count_tokens((end - start) * tokens)
+            served += end - start if results[start].served else 0
+            start = end
         if served:
             self._stages.observe("serve", seconds, served * self.shape.payload_bytes)
             if self._prefill_rate:
                 saved = served * tokens / self._prefill_rate - seconds
-                self._saved_seconds.inc(max(0.0, saved))
+                self._saved_seconds(max(0.0, saved))
 
-    def _answer_counters(self, plan: BlockPlan, result: BlockResult) -> tuple[Counter, Counter]:
-        """The counters of blocks and tokens answered so; finding them anew takes microseconds."""
-        about = (plan.origin, result.outcome, result.reason)
-        if about not in self._counters:
-            labels = (self.name, *plan.origin, result.outcome.value, result.reason.value)
-            found = (metrics.LOOKUP_BLOCKS.labels(*labels), metrics.LOOKUP_TOKENS.labels(*labels))
+    def _answer_counters(self, plan: BlockPlan, result: BlockResult) -> tuple[_Count, _Count]:
+        """Count blocks, and tokens, answered so; finding the counters anew takes microseconds."""
+        # Plain strings: an enumeration's member is hashed by Python code.
+        about = (*plan.origin, result.outcome._value_, result.reason._value_)
+        found = self._counters.get(about)
+        if found is None:
+            labels = (self.name, *about)
+            counters = (metrics.LOOKUP_BLOCKS, metrics.LOOKUP_TOKENS)
+            blocks, tokens = (counter.labels(*labels).inc for counter in counters)
+            found = (blocks, tokens)
             self._counters[about] = found
-        return self._counters[about]
+        return found
 
     def _wrote(self, kind: str, status: str) -> None:
         metrics.WRITTEN_BLOCKS.labels(self.name, kind, status).inc()
@@ -499,22 +509,18 @@ def _until_gap(results: list[BlockResult]) -> list[BlockResult]:
     return [r if i <= end or not r.served else gap for i, r in enumerate(results)]
 
 
-def _runs(
-    plans: Sequence[BlockPlan], results: Sequence[BlockResult]
-) -> Iterator[tuple[tuple[BlockPlan, BlockResult], int]]:
-    """Runs of blocks that are counted alike: the first block of each, and how many they are."""
-    if not plans:
-        return
-    start, count = (plans[0], results[0]), 0
-    sibling, outcome, reason = start[0].sibling, start[1].outcome, start[1].reason
-    for plan, result in zip(plans, results, strict=True):
-        alike = result.outcome is outcome and result.reason is reason and plan.sibling is sibling
-        if not alike:
-            yield start, count
-            start, count = (plan, result), 0
-            sibling, outcome, reason = plan.sibling, result.outcome, result.reason
-        count += 1
-    yield start, count
+def _alike_until(plans: Sequence[BlockPlan], results: list[BlockResult], start: int) -> int:
+    """Where the run of blocks ends that are counted like the one at `start`."""
+    first, sibling = results[start], plans[start].sibling
+    if start == 0 and results.count(first) == len(results) and not any(map(_sibling, plans)):
+        return len(results)  # nobody has any: as good as free
+    end = start
+    for plan, result in islice(zip(plans, results, strict=True), start, None):
+        alike = result.outcome is first.outcome and result.reason is first.reason
+        if not alike or plan.sibling is not sibling:
+            break
+        end += 1
+    return end
 
 
 def _within(future: Future[SourceBlocks], deadline: float) -> SourceBlocks | None:

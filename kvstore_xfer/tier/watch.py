@@ -150,7 +150,7 @@ class Watcher:
         self._retention: dict[str, Retention] = {}
         self._off: set[str] = set()
         self._known: tuple[Sequence[Pair], list[Pair], list[str]] = ((), [], [])
-        self._next_look = 0.0
+        self.next_look = 0.0
         self._jobs = BackgroundWriter(_QUEUED_RUNS)
 
     def close(self) -> None:
@@ -165,15 +165,12 @@ class Watcher:
     def check_off(self, pairs: Sequence[Pair]) -> None:
         """Turn off the pairs that the store says are off; keep their records in use there.
 
-        The store is asked once a second: a call costs as much as a lookup that misses.
+        Due at `next_look` (of `time.monotonic`): asking the store costs as much as many a lookup.
         """
-        now = time.monotonic()
+        self.next_look = time.monotonic() + LOOK_SECONDS
         if pairs is not self._known[0]:
             known = [pair for pair in pairs if pair.watch is not None]
             self._known = (pairs, known, [self._off_key(pair) for pair in known])
-        elif now < self._next_look:
-            return
-        self._next_look = now + LOOK_SECONDS
         _, watched, keys = self._known
         if not watched:
             return
@@ -222,6 +219,7 @@ class Watcher:
             why,
         )
         self._switched_off(pair)
+        self.next_look = 0.0  # the record may be gone, or not have been written
 
     # sampling
 

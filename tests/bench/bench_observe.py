@@ -48,6 +48,8 @@ _NOTHING = nullcontext()
 class Nothing:
     """Neither stages nor samples."""
 
+    next_look = float("inf")
+
     def observe(self, *_):
         pass
 
@@ -57,16 +59,11 @@ class Nothing:
     def convert(self, converter, source, first, target):
         converter.convert([source], [first], [target])
 
-    def check_off(self, _):
-        pass
-
     def decline_sampled(self, plans, _):
         return plans
 
-    def inc(self, *_):
+    def arrived(self, _):
         pass
-
-    arrived = inc
 
     def flush(self):
         pass
@@ -77,8 +74,8 @@ class Nothing:
 def blind(tier):
     """Take everything that observes out of a tier."""
     tier._watcher.close()
-    tier._stages = tier._sources._stages = tier._watcher = tier._lookups = Nothing()
-    tier._count = lambda *_: None
+    tier._stages = tier._sources._stages = tier._watcher = Nothing()
+    tier._count = tier._lookup_started = lambda *_: None
     tier._convert_traced = tier._convert
     return tier
 
