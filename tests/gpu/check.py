@@ -67,8 +67,13 @@ def main() -> int:
     _say("\n" + " | ".join(bench.COLUMNS))
     for row in rows:
         _say(" | ".join(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row))
+    return _summary(results, time.monotonic() - start)
+
+
+def _summary(results: list[tuple[str, str]], seconds: float) -> int:
+    """The last lines, with every step that did not run, and the exit code."""
     failed = [name for name, outcome in results if not outcome.startswith("ok")]
-    _say(f"\n{len(results)} checks, {len(failed)} failed, {time.monotonic() - start:.0f} s")
+    _say(f"\n{len(results)} checks, {len(failed)} failed, {seconds:.0f} s")
     for name, outcome in results:
         if outcome.startswith(NOT_RUN):
             _say(f"{name}: {outcome}")
