@@ -48,7 +48,6 @@ bench: $(READY)
 	$(BIN)/python tests/bench/bench_fit_memory.py
 	$(BIN)/python tests/bench/bench_lengths.py
 	$(BIN)/python tests/bench/bench_handoffs.py
-	$(BIN)/python tests/bench/bench_ablation.py
 	$(BIN)/python tests/bench/bench_predict.py
 
 fuzz: $(READY)  ## ten minutes of hostile bytes for decoder, manifest, URL and index

@@ -11,10 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from kvstore_xfer.cli.common import (
-    positive_int,
-    progress,
-)
+from kvstore_xfer.cli.common import positive_int, progress
 from kvstore_xfer.cli.models import add_model_options, load_pair
 from kvstore_xfer.errors import ConfigError
 from kvstore_xfer.fit.text import cut_sequences
