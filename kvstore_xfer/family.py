@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
 from kvstore_xfer.gate.record import Thresholds
 from kvstore_xfer.tier.policy import Direction, Policy
@@ -17,6 +17,8 @@ from kvstore_xfer.yaml_file import Strict, load_yaml
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+VLLM_CPU_PACK_TOKENS = 32  # vLLM's CPU attention packs smaller blocks otherwise
 
 
 class ModelEntry(Strict):
@@ -27,8 +29,19 @@ class ModelEntry(Strict):
     vllm_cpu_block_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="vLLM's --block-size, when it runs this model on CPUs behind LMCache.",
+        description="vLLM's --block-size, when it runs this model on CPUs behind LMCache: compared "
+        "with what LMCache's server says, which counts.",
     )
+
+    @field_validator("vllm_cpu_block_tokens")
+    @classmethod
+    def _whole_packs(cls, given: int | None) -> int | None:
+        if given is not None and given % VLLM_CPU_PACK_TOKENS:
+            raise ValueError(
+                f"{given} is not a multiple of {VLLM_CPU_PACK_TOKENS}, as vLLM's --block-size must "
+                "be on CPUs; correct both, or remove this field"
+            )
+        return given
 
 
 class PolicyEntry(Strict):
@@ -130,7 +143,9 @@ class Family(Strict):
             for role in ("source", "target"):
                 name = getattr(pair, role)
                 if name not in self.models:
-                    raise ValueError(f"pairs.{number}.{role}: no model {name!r} under models")
+                    known = ", ".join(self.models)
+                    text = f"no model {name!r} under models; known: {known}"
+                    raise ValueError(f"pairs.{number}.{role}: {text}")
             if pair.source == pair.target:
                 raise ValueError(f"pairs.{number}.target: is the source itself")
             if (pair.source, pair.target) in seen:

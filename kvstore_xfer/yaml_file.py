@@ -52,11 +52,17 @@ def load_yaml(path: str | Path, model: type[File], what: str) -> File:
 
 
 def _first_error(file: Path, tree: yaml.Node | None, error: ValidationError, what: str) -> str:
-    first = error.errors(include_url=False)[0]
+    errors = error.errors(include_url=False)
+    first = errors[0]
+    if first["type"] == "missing":  # an unknown field is often what it was meant to be
+        first = next((each for each in errors if each["type"] == "extra_forbidden"), first)
     where = tuple(first["loc"])
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         message = "unknown field; remove it or correct its name"
+        lacking = [str(e["loc"][-1]) for e in errors if e["type"] == "missing"]
+        if lacking:
+            message += f" (missing: {', '.join(lacking)})"
     if not where and ":" in message:  # our own checks name the field in their text
         field, _, message = message.partition(": ")
         where = tuple(int(part) if part.isdecimal() else part for part in field.split("."))

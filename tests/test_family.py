@@ -92,10 +92,20 @@ BAD = {
     "unknown field on top": (GOOD + "extra: 1\n", 15, "extra: unknown field"),
     "missing field": (changed("    mapper: mappers/up\n", ""), 7, "pairs.0.mapper: Field required"),
     "missing on top": (changed("store: local:store\n", ""), 1, "store: Field required"),
+    "missing by a slip": (
+        changed("store: local", "stor: local"),
+        2,
+        "stor: unknown field; remove it or correct its name (missing: store)",
+    ),
     "unknown model": (
         changed("target: large", "target: huge"),
         8,
-        "pairs.0.target: no model 'huge'",
+        "pairs.0.target: no model 'huge' under models; known: small, large",
+    ),
+    "a block size that vLLM packs otherwise": (
+        changed("  large:", "  cpu: {path: x, vllm_cpu_block_tokens: 33}\n  large:"),
+        5,
+        "models.cpu.vllm_cpu_block_tokens: 33 is not a multiple of 32",
     ),
     "the source itself": (
         changed("target: large", "target: small"),

@@ -13,7 +13,7 @@ import time
 import uuid
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvstore_xfer import metrics
@@ -24,6 +24,7 @@ from kvstore_xfer.store.url import open_store
 from kvstore_xfer.tier.open import Engine, announce, open_tier
 from kvstore_xfer.tier.store_gauges import StoreGauges
 from kvstore_xfer.tier.tier import Tier
+from kvxfer_lmcache.block_sizes import BlockSizes
 from kvxfer_lmcache.facts import identify, view_of
 from kvxfer_lmcache.layouts import Layout, opaque_layout
 from kvxfer_lmcache.objects import STRONG_HASH_BYTES, Origin
@@ -76,6 +77,7 @@ class Attachments:
         self._store: BlockStore | None = None
         self._gauges: StoreGauges | None = None
         self._process = uuid.uuid4().hex
+        self.block_sizes = BlockSizes()
         try:
             if wrong is not None:
                 raise wrong
@@ -90,6 +92,7 @@ class Attachments:
 
     def get(self, origin: Origin, seconds: float) -> Attachment | None:
         """The attachment, None when it is not open within `seconds`: weights are being digested."""
+        origin = replace(origin, block_sizes=self.block_sizes.of(origin))
         with self._lock:
             future = self._opened.get(origin)
             if future is None or self._retry.get(origin, math.inf) < time.monotonic():
@@ -129,6 +132,7 @@ class Attachments:
                 "ranks": origin.ranks,
                 "group": origin.group,
                 "dtype": str(origin.dtypes[0]).removeprefix("torch."),
+                "block_sizes": list(origin.block_sizes),
                 "layout": attachment.layout.kind.value,
                 "stored": attachment.tier is not None,
                 "refusals": [*general, *(reason.value for reason, _ in attachment.refusals)],
@@ -196,9 +200,10 @@ class Attachments:
             return Attachment(None, opaque_layout(origin.shapes, origin.dtypes))
         folder = self._manifest.resolve().parent
         member, model, refusals = identify(family, folder, origin)
-        packed = 0 if member is None else family.models[member].vllm_cpu_block_tokens or 0
-        view = view_of(origin, model, packed)
-        refusals = [*refusals, *view.refusals]
+        view = view_of(origin, model)
+        refusals = [*refusals, *view.refusals, *self._contradictions(family, member, view.layout)]
+        if not view.known:
+            return Attachment(None, view.layout, member or UNLISTED, refusals)
         engine = Engine(
             model,
             str(view.layout.shape.dtype).removeprefix("torch."),
@@ -225,6 +230,19 @@ class Attachments:
                 layout=engine.layout or (),
             )
         return Attachment(tier, view.layout, member or UNLISTED, refusals)
+
+    def _contradictions(
+        self, family: Family, member: str | None, layout: Layout
+    ) -> list[tuple[Refusal, str]]:
+        """Where the manifest says another block size than LMCache's server."""
+        given = None if member is None else family.models[member].vllm_cpu_block_tokens
+        if given is None or layout.block_tokens in (0, given):
+            return []
+        text = (
+            f"{self._manifest}: models.{member}.vllm_cpu_block_tokens: {given}, but vLLM runs with "
+            f"--block-size {layout.block_tokens}, as LMCache's server sees; correct or remove it"
+        )
+        return [(Refusal.PACKING, text)]
 
     def _private(self, origin: Origin, model: ModelDescription) -> list[str]:
         """A name alone does not say whose blocks these are, nor a weak hash which tokens'."""

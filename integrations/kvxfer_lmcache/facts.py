@@ -13,6 +13,7 @@ from kvstore_xfer.errors import ModelError
 from kvstore_xfer.models.attention import AttentionKind
 from kvstore_xfer.models.description import ModelDescription, describe
 from kvstore_xfer.tier.members import recognise
+from kvxfer_lmcache.block_sizes import may_be_packed
 from kvxfer_lmcache.layouts import Kind, Layout, opaque_layout, recognise_layout
 from kvxfer_lmcache.objects import STRONG_HASH_BYTES, Origin
 from kvxfer_lmcache.refusals import (
@@ -30,13 +31,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class View:
-    """How the objects of one engine rank are looked at."""
+    """How the objects of one engine rank are looked at.
+
+    Nothing may be stored of objects that are not `known`: equal keys may mean other bytes.
+    """
 
     layout: Layout
     shard: Shard
     shards: tuple[Shard, ...] | None
     variant: list[str]
     refusals: list[tuple[Refusal, str]]
+    known: bool = True
 
 
 def identify(
@@ -90,7 +95,8 @@ def _unknown_model(name: str) -> ModelDescription:
     )
 
 
-def view_of(origin: Origin, model: ModelDescription, packed: int) -> View:
+def view_of(origin: Origin, model: ModelDescription) -> View:
+    packed = origin.block_sizes[0] if len(origin.block_sizes) == 1 else 0
     refusals = _refusals_of_key(origin)
     if model.refusal is not None and model.layers:
         mla = model.attention is AttentionKind.MLA
@@ -101,6 +107,8 @@ def view_of(origin: Origin, model: ModelDescription, packed: int) -> View:
         one = block_shape(model, shards[origin.rank], 1, origin.dtypes[0])
         layout = recognise_layout(origin.shapes, origin.dtypes, one, packed)
         refusals += _refusals_of_layout(origin, layout)
+        if layout.kind is Kind.PACKED and not _packs_plainly(origin.dtypes[0]):
+            layout = opaque_layout(origin.shapes, origin.dtypes, Kind.FUSED)
     if layout.is_canonical and shards:
         layout_shards = tuple(dict.fromkeys(shards))
         return View(layout, shards[origin.rank], layout_shards, [], refusals)
@@ -110,7 +118,23 @@ def view_of(origin: Origin, model: ModelDescription, packed: int) -> View:
         f"group={origin.group}",
         f"rank={origin.rank}of{origin.ranks}",
     ]
-    return View(layout, Shard(0, 1, 0, 1), None, variant, refusals)
+    known = True
+    if may_be_packed(origin.shapes) and model.attention is not AttentionKind.MLA:
+        variant += [f"blocks={packed}", f"cpu={platform.machine()}", f"amx={_has_amx()}"]
+        known = packed > 0
+        if not known:
+            refusals.append((Refusal.PACKING, _unknown_block_size(origin)))
+    return View(layout, Shard(0, 1, 0, 1), None, variant, refusals, known)
+
+
+def _unknown_block_size(origin: Origin) -> str:
+    if origin.block_sizes:
+        sizes = ", ".join(map(str, origin.block_sizes))
+        return f"engines with --block-size {sizes} were behind this server; restart it"
+    return (
+        f"objects {origin.shapes[0]} depend on vLLM's --block-size, which is not known; start "
+        'LMCache\'s server with --server-module \'{"module_path": "kvxfer_lmcache.server_module"}\''
+    )
 
 
 def _shards(origin: Origin, model: ModelDescription) -> list[Shard]:
@@ -141,10 +165,13 @@ def _refusals_of_key(origin: Origin) -> list[tuple[Refusal, str]]:
 
 def _refusals_of_layout(origin: Origin, layout: Layout) -> list[tuple[Refusal, str]]:
     dtype = str(origin.dtypes[0]).removeprefix("torch.")
+    if layout.kind is Kind.FUSED and len(origin.block_sizes) != 1:
+        return []  # said where it is decided that nothing is stored
     if layout.kind is Kind.FUSED:
         text = (
-            f"objects {origin.shapes[0]} are packed by vLLM's CPU attention; give "
-            "vllm_cpu_block_tokens (its --block-size, a multiple of 32) in the manifest"
+            f"vLLM packs blocks of {origin.block_sizes[0]} tokens and chunks of "
+            f"{origin.shapes[0][-2]} in a way that is not known; start it with --block-size 32 and "
+            "LMCache with a --chunk-size that is a multiple of it"
         )
         return [(Refusal.PACKING, text)]
     if layout.kind is Kind.OPAQUE:
@@ -162,7 +189,11 @@ def _packs_plainly(dtype: torch.dtype) -> bool:
     """Whether vLLM on this machine's CPU packs blocks the one way that is known."""
     if platform.machine() != "x86_64":
         return False
-    return str(dtype) != "torch.bfloat16" or "amx_tile" not in _cpu_flags()
+    return str(dtype) != "torch.bfloat16" or not _has_amx()
+
+
+def _has_amx() -> bool:
+    return "amx_tile" in _cpu_flags()
 
 
 def _cpu_flags() -> set[str]:

@@ -25,15 +25,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvstore_xfer.blocks.page import KvPage, KvShape
+from kvstore_xfer.family import VLLM_CPU_PACK_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_PACKED_ALIGNMENT = 32  # smaller blocks and odd head widths make vLLM pack otherwise
+_PACKED_ALIGNMENT = VLLM_CPU_PACK_TOKENS  # of blocks and head widths; others are packed otherwise
 
 
 class Kind(str, Enum):
-    """See the module docstring; FUSED is what would be packed if its block size were known."""
+    """See the module docstring; FUSED is what would be packed if its block size were fit for it."""
 
     SPLIT = "split"
     STACKED = "stacked"

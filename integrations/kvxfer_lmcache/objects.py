@@ -24,7 +24,8 @@ class Origin:
     """Whose objects these are: what LMCache's key says of the engine, and what objects look like.
 
     The key says neither dtype nor layout, so two runs of one model in bfloat16 and float32 have
-    equal keys; here they differ. `rank` and `ranks` are worker number and worker count.
+    equal keys; here they differ. `rank` and `ranks` are worker number and worker count,
+    `block_sizes` those that LMCache's server has seen of such engines (see `BlockSizes`).
     """
 
     model: str
@@ -34,6 +35,7 @@ class Origin:
     hash_bytes: int
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
+    block_sizes: tuple[int, ...] = ()
 
 
 def origin_of(key: Any, shapes: Sequence[Any], dtypes: Sequence[torch.dtype]) -> Origin:

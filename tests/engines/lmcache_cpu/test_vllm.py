@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from environments import REPOSITORY, engine_python
 from lmcache_cpu.inside.server import LmcacheServer, eventually
-from lmcache_cpu.vllm import BATCH, BLOCK, VllmServer
+from lmcache_cpu.vllm import BATCH, VllmServer
 from sglang_cpu.oracle import Oracle
 
 FAMILY = REPOSITORY / "tests" / "data" / "family"
@@ -16,7 +16,7 @@ PREFIX = 3 * CHUNK
 
 @pytest.fixture(scope="module")
 def engines(lmcache_python, lmcache_path, family_manifest, tmp_path_factory):
-    manifest, work = family_manifest(vllm_cpu_block_tokens=BLOCK), tmp_path_factory.mktemp("vllm")
+    manifest, work = family_manifest(), tmp_path_factory.mktemp("vllm")
     environment = {"PYTHONPATH": str(lmcache_path)}
     python = engine_python("vllm-cpu")
     with LmcacheServer(

@@ -277,9 +277,11 @@ def refusals(adapter):
     return {reason for row in adapter.report_status()["engines"] for reason in row["refusals"]}
 
 
-def serves_plainly_and_converts_nothing(toy, kind=Kind.SPLIT, dtype=torch.float32, **keys):
-    small, layout = layout_of("small", 64, kind, dtype)
-    large, target = layout_of("large", 64, kind, dtype)
+def serves_plainly_and_converts_nothing(
+    toy, kind=Kind.SPLIT, dtype=torch.float32, block=32, **keys
+):
+    small, layout = layout_of("small", 64, kind, dtype, block=block)
+    large, target = layout_of("large", 64, kind, dtype, block=block)
     tokens, counted = [(17 * i) % 1000 for i in range(64 * CHUNKS)], Counted()
     own, others = (
         [dataclasses.replace(key, **keys) for key in keys_of(role, tokens, 64)]
@@ -287,7 +289,7 @@ def serves_plainly_and_converts_nothing(toy, kind=Kind.SPLIT, dtype=torch.float3
     )
     pages = random_pages(layout, CHUNKS)
     pages = [type(page)(page.keys.to(dtype), page.values.to(dtype)) for page in pages]
-    with toy.manager() as (manager, adapter):
+    with toy.manager(block_size=block) as (manager, adapter):
         store(manager, own, small, layout, pages)
         assert equal_bytes(fetch(manager, own, small, layout), pages)
         assert fetch(manager, others, large, target) == []
@@ -307,15 +309,91 @@ def equal_bytes(blocks, expected):
     )
 
 
+def stores_nothing(toy, adapter, manager, block):
+    """Whatever an engine with this block size computes, and which reasons are given."""
+    small, layout = layout_of("small", 64, Kind.PACKED, block=block)
+    keys = keys_of("small", [(17 * i) % 1000 for i in range(64 * CHUNKS)], 64)
+    counted = Counted()
+    assert fetch(manager, keys, small, layout) == []
+    write(manager, keys, small, layout, random_pages(layout, CHUNKS))
+    wait(lambda: adapter.report_status()["waiting"]["stores"] == 0)
+    clear(manager)
+    assert fetch(manager, keys, small, layout) == []
+    assert counted("kvxfer_written_blocks_total") == 0
+    return refusals(adapter)
+
+
 def test_packed_blocks_of_unknown_size(toy):
-    assert "packing" in serves_plainly_and_converts_nothing(toy, Kind.PACKED)
+    """Neither the manifest's word nor none is enough: another size has equal keys."""
+    for fields in ({}, {"vllm_cpu_block_tokens": 32}):
+        toy.write_manifest(**fields)
+        with toy.manager() as (manager, adapter):
+            assert stores_nothing(toy, adapter, manager, 32) == {"packing"}
+
+
+def test_vllm_restarted_with_another_block_size(toy):
+    """LMCache's own memory may hold chunks of both."""
+    small, layout = layout_of("small", 64, Kind.PACKED)
+    with toy.manager(block_size=32) as (manager, adapter):
+        keys = keys_of("small", TOKENS[:64] * CHUNKS, 64)
+        store(manager, keys, small, layout, random_pages(layout, len(keys)))
+        adapter.attachments.block_sizes.ask(lambda: [("small", 1, 64)])
+        assert stores_nothing(toy, adapter, manager, 64) == {"packing"}
+
+
+def test_another_block_size_than_the_manifest_says(toy, caplog):
+    toy.write_manifest(vllm_cpu_block_tokens=64)
+    assert serves_plainly_and_converts_nothing(toy, Kind.PACKED, block=32) == {"packing"}
+    (line,) = {r.getMessage() for r in caplog.records if "models.small" in r.getMessage()}
+    for part in ("family.yaml", "vllm_cpu_block_tokens: 64", "--block-size 32"):
+        assert part in line
+
+
+@pytest.mark.parametrize(("stored_by", "read_by"), [(64, 32), (32, 64)])
+def test_a_wrong_number_in_the_manifest_spoils_nothing_for_later(toy, stored_by, read_by):
+    """Blocks are what LMCache's server says they are, whatever the manifest says meanwhile."""
+    keys = keys_of("small", [(17 * i) % 1000 for i in range(64 * CHUNKS)], 64)
+    others = keys_of("large", [(17 * i) % 1000 for i in range(64 * CHUNKS)], 64)
+    large, target = layout_of("large", 64, Kind.PACKED, block=read_by)
+    pages = random_pages(layout_of("small", 64)[1], CHUNKS)
+    for block, given in ((stored_by, read_by), (read_by, read_by)):
+        toy.write_manifest(vllm_cpu_block_tokens=given)
+        small, layout = layout_of("small", 64, Kind.PACKED, block=block)
+        with toy.manager(block_size=block) as (manager, _):
+            if block == stored_by:
+                store(manager, keys, small, layout, pages)
+            assert equal(fetch(manager, keys, small, layout), pages)
+            if block == read_by:
+                assert equal(fetch(manager, others, large, target), toy.converted(pages))
+
+
+def test_blocks_of_a_size_that_is_packed_otherwise_are_bytes(toy):
+    """And those of one size are never read with another."""
+    keys = keys_of("small", [(17 * i) % 1000 for i in range(64 * CHUNKS)], 64)
+    stored = {}
+    for block in (16, 8):
+        small, layout = layout_of("small", 64, Kind.PACKED, block=block)
+        stored[block] = random_pages(layout, CHUNKS, block)
+        with toy.manager(block_size=block) as (manager, adapter):
+            store(manager, keys, small, layout, stored[block])
+            assert refusals(adapter) == {"packing"}
+    for block, pages in stored.items():
+        small, layout = layout_of("small", 64, Kind.PACKED, block=block)
+        with toy.manager(block_size=block) as (manager, _):
+            assert equal(fetch(manager, keys, small, layout), pages)
 
 
 def test_packed_blocks_where_the_packing_depends_on_the_machine(toy, monkeypatch):
-    toy.write_manifest(vllm_cpu_block_tokens=32)
-    monkeypatch.setattr(facts, "_cpu_flags", lambda: {"amx_tile"})
-    found = serves_plainly_and_converts_nothing(toy, Kind.PACKED, torch.bfloat16)
+    with monkeypatch.context() as machine:
+        machine.setattr(facts, "_cpu_flags", lambda: {"amx_tile"})
+        found = serves_plainly_and_converts_nothing(toy, Kind.PACKED, torch.bfloat16)
     assert "packing" in found
+    # On another machine of the same store these are no blocks of anybody's.
+    monkeypatch.setattr(facts, "_cpu_flags", set)
+    keys = keys_of("small", [(17 * i) % 1000 for i in range(64 * CHUNKS)], 64)
+    small, layout = layout_of("small", 64, Kind.PACKED, torch.bfloat16)
+    with toy.manager(block_size=32) as (manager, _):
+        assert fetch(manager, keys, small, layout) == []
 
 
 def test_fp8_without_scales(toy):

@@ -172,6 +172,24 @@ def test_the_server_confirms_places_where_it_moves_the_data(running, workers, fa
     assert server.status()["kvxfer_places"]["contradicted"] == 0
 
 
+@pytest.mark.parametrize("size", [32, 64])
+def test_the_server_says_how_vllm_packs_on_a_cpu(running, family, tmp_path, size):
+    """The manifest says nothing; LMCache's server knows the block size of a worker like vLLM's."""
+    _, mode = running
+    with (
+        LmcacheServer(sys.executable, MANIFEST, tmp_path) as server,
+        connected(server.port) as client,
+    ):
+        worker = Worker(client, family.cache("small"), 1, mode, packed=size)
+        assert worker.look_up(prompt(), "packed") == 0
+        eventually(lambda: server.adapter()["engines"], 20)
+        (row,) = server.adapter()["engines"]
+        assert (row["name"], row["layout"], row["stored"]) == ("small", "packed", True)
+        assert row["refusals"] == []
+        assert row["block_sizes"] == [size]
+        worker.close()
+
+
 def test_tenants_and_concurrent_requests(running, workers, family):
     """Eight requests at once, of two tenants and both models: everyone gets the own bytes."""
     server, _ = running

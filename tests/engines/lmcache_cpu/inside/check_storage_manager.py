@@ -36,12 +36,11 @@ def tokens_of(chunk, seed=1, chunks=CHUNKS):
 
 @pytest.mark.parametrize(("kind", "moved"), KINDS)
 def test_converted_bytes_equal_the_offline_conversion(toy, kind, moved):
-    toy.write_manifest(vllm_cpu_block_tokens=32)
     small, layout = layout_of("small", 64, kind, moved=moved)
     large, target = layout_of("large", 64, kind, moved=moved)
     pages, counted = random_pages(layout, CHUNKS), Counted()
     tokens = tokens_of(64)
-    with toy.manager() as (manager, adapter):
+    with toy.manager(block_size=32) as (manager, adapter):
         store(manager, keys_of("small", tokens, 64), small, layout, pages)
         assert equal(fetch(manager, keys_of("small", tokens, 64), small, layout), pages)
         clear(manager)

@@ -50,11 +50,19 @@ class Cache:
 
 
 class Worker:
-    """One worker of an engine like vLLM on a GPU: a tensor ``[2, blocks, BS, H, D]`` per layer."""
+    """One worker of an engine like vLLM on a GPU: a tensor ``[2, blocks, BS, H, D]`` per layer.
 
-    def __init__(self, client, cache: Cache, number: int, mode: str, chunk: int = 64) -> None:
+    With `packed`, a block size, like vLLM on a CPU: ``[blocks, H, BS, 2 * D]``, for lookups only.
+    """
+
+    def __init__(
+        self, client, cache: Cache, number: int, mode: str, chunk: int = 64, packed: int = 0
+    ) -> None:
         self._client, self._cache, self._chunk = client, cache, chunk
+        size = packed or BLOCK
         shape = (2, BLOCKS, BLOCK, cache.heads, cache.dim)
+        if packed:
+            shape = (BLOCKS, cache.heads, packed, 2 * cache.dim)
         self.kv = {f"layer.{i}": torch.zeros(shape, dtype=cache.dtype) for i in range(cache.layers)}
         self._transfer = (
             EngineDrivenTransferContext(number, client)
@@ -62,15 +70,15 @@ class Worker:
             else create_transfer_context(self.kv, mode=mode, instance_id=number, req_client=client)
         )
         group = EngineGroupInfo(
-            engine_group_id=0, layer_indices=tuple(range(cache.layers)), tokens_per_block=BLOCK
+            engine_group_id=0, layer_indices=tuple(range(cache.layers)), tokens_per_block=size
         )
         self._transfer.register(
             self.kv,
             cache.name,
             1,
-            chunk // BLOCK,
+            chunk // size,
             10.0,
-            layout_hints={"kv_layout": "NHD"},
+            layout_hints={"kv_layout": "HND" if packed else "NHD"},
             engine_group_infos=[group],
             engine_type=EngineType.VLLM,
         )

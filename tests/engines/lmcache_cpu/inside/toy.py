@@ -132,8 +132,11 @@ class Toy:
         return target.split(tokens)
 
     @contextmanager
-    def manager(self, policy="default", **params):
-        """LMCache's storage manager with the adapter; yields both."""
+    def manager(self, policy="default", block_size=None, **params):
+        """LMCache's storage manager with the adapter; yields both.
+
+        `block_size` is what LMCache's server says of vLLM on CPUs, None without our server module.
+        """
         given = {"family": str(self.folder / "family.yaml"), **params}
         plugin = PluginL2AdapterConfig("kvxfer_lmcache.l2_adapter", "KvxferL2Adapter", given)
         memory = L1MemoryManagerConfig(size_in_bytes=64 << 20, use_lazy=False, shm_name="")
@@ -146,13 +149,18 @@ class Toy:
             )
         )
         ((_, adapter),) = manager.l2_adapters()
+        if block_size is not None:
+            known = [(name, ranks, block_size) for name in LAYERS for ranks in (1, 2, 4)]
+            adapter.attachments.block_sizes.ask(lambda: known)
         try:
             yield manager, adapter
         finally:
             manager.close()
 
 
-def layout_of(model, chunk, kind=Kind.SPLIT, dtype=torch.float32, *, moved=False, heads=HEADS):
+def layout_of(
+    model, chunk, kind=Kind.SPLIT, dtype=torch.float32, *, moved=False, heads=HEADS, block=32
+):
     """How LMCache describes the chunks of a model; `moved` by its server instead of the engine."""
     layers = LAYERS[model]
     shape = {
@@ -162,8 +170,8 @@ def layout_of(model, chunk, kind=Kind.SPLIT, dtype=torch.float32, *, moved=False
     }[kind]
     if moved and kind is not Kind.SPLIT:
         shape = (1, *shape)
-    block = KvShape(layers, chunk, heads, DIM, DIM, dtype)
-    layout = Layout(kind, block, shape, 32 if kind is Kind.PACKED else 0)
+    canonical = KvShape(layers, chunk, heads, DIM, DIM, dtype)
+    layout = Layout(kind, canonical, shape, block if kind is Kind.PACKED else 0)
     return MemoryLayoutDesc([torch.Size(shape)], [dtype]), layout
 
 
