@@ -22,6 +22,7 @@ from kvxfer_sglang.attach import UNLISTED, Attachment, attach
 from kvxfer_sglang.config import read_settings
 from kvxfer_sglang.facts import read_facts, sglang_version, weights_in_use
 from kvxfer_sglang.flow import Flow
+from kvxfer_sglang.promises import Promises
 from kvxfer_sglang.refusals import Refusal
 from kvxfer_sglang.weights import weights
 
@@ -78,6 +79,7 @@ class KvxferStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no type
         self._refused: dict[Refusal, str] = {}
         self._changing = threading.Lock()
         self._warned_unplaced = False
+        self._promises = Promises()
         self.flow = Flow(enabled=bool(storage_config.enable_storage_metrics))
 
     @property
@@ -184,6 +186,7 @@ class KvxferStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no type
         served = next((i for i, plan in enumerate(plans) if not plan.served), len(plans))
         if served < len(plans):
             attachment.tier.read(plans[served:], [])
+        self._promises.keep(attachment.tier, plans[:served])
         return served
 
     @_answering(_none_of)
@@ -232,7 +235,9 @@ class KvxferStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no type
         if attachment.tier is None:
             return [False] * len(keys)
         started = time.perf_counter()
-        plans = attachment.tier.find(keys, whole_prompt=False)
+        plans = self._promises.take(attachment.tier, keys)
+        if plans is None:
+            plans = attachment.tier.find(keys, whole_prompt=False)
         served = [result.served for result in attachment.tier.read(plans, pages)]
         size = attachment.tier.shape.payload_bytes
         self.flow.prefetched(sum(served), size, time.perf_counter() - started)

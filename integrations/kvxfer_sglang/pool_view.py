@@ -7,7 +7,6 @@ page copies nothing, and what is written to a view is what SGLang loads to the d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,13 +29,30 @@ class UnsupportedPoolError(KvxferError, ValueError):
     """The host pool keeps pages in a form that this package cannot show as blocks."""
 
 
-@dataclass(frozen=True)
 class _PageInPlace(KvPage):
-    runs: list[memoryview]
+    """A page whose bytes are known; its tensors are made when somebody asks for them.
+
+    Each operation on a tensor lets go of the interpreter, which an engine keeps busy.
+    """
+
+    _view: PoolView
+    _number: int
+    _runs: list[memoryview]
+
+    def __init__(self, view: PoolView, number: int, runs: list[memoryview]) -> None:
+        vars(self).update(_view=view, _number=number, _runs=runs)  # pages are frozen
+
+    @property
+    def keys(self) -> torch.Tensor:  # type: ignore[override]
+        return self._view._keys[self._number]
+
+    @property
+    def values(self) -> torch.Tensor:  # type: ignore[override]
+        return self._view._values[self._number]
 
     def segments(self) -> list[memoryview]:
         # docstring inherited
-        return self.runs
+        return self._runs
 
 
 class PoolView:
@@ -71,12 +87,10 @@ class PoolView:
         number, offset = divmod(slot, self.page_size)
         if offset or not 0 <= number < self.pages:
             raise IndexError(f"slot {slot} does not start one of {self.pages} pages")
-        keys, values = self._keys[number], self._values[number]
         if self._bytes is None:
-            return KvPage(keys, values)
-        # From arrays, because each operation on a tensor lets go of the interpreter.
+            return KvPage(self._keys[number], self._values[number])
         runs = [run for part in self._bytes for run in array_runs(part[number])]
-        return _PageInPlace(keys, values, runs)
+        return _PageInPlace(self, number, runs)
 
     def pages_at(self, slots: torch.Tensor) -> list[KvPage]:
         """One page per `page_size` entries of `slots` (int64, the slots of whole pages in turn)."""
