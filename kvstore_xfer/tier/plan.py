@@ -44,6 +44,17 @@ class BlockPlan:
     def served(self) -> bool:
         return self.outcome in SERVED
 
+    @property
+    def forbidden(self) -> bool:
+        """Whether a sibling that may serve was declined by its pair's policy."""
+        sibling = self.sibling
+        return (
+            self.outcome is Outcome.DECLINED
+            and sibling is not None
+            and sibling.refusal is None
+            and self.reason is not Reason.POSITION_UNKNOWN
+        )
+
 
 class Planner:
     """Decides from the store's index alone; holds no state between calls.
@@ -70,26 +81,49 @@ class Planner:
         self, hashes: Sequence[str], *, whole_prompt: bool, gaps: bool = False
     ) -> list[BlockPlan]:
         close = own_after_gap if gaps else after_gap
-        plans: dict[str, BlockPlan] = {}
-        unplaced: dict[str, BlockPlan] = {}
-        self._add_present(plans, list(hashes), NATIVE)
-        if len(plans) == len(hashes):  # no policy applies to own blocks, and no gap
-            return list(plans.values())
-        self._add_present(plans, _rest(hashes, plans), UNPLACED)
+        own: dict[str, BlockPlan] = {}
+        self._add_present(own, list(hashes), NATIVE)
+        if len(own) == len(hashes):  # no policy applies to own blocks, and no gap
+            return list(own.values())
+        self._add_present(own, _rest(hashes, own), UNPLACED)
         for pair in self._pairs:
             if pair.refusal is None:
-                rest = _rest(hashes, plans)
-                self._add_present(plans, rest, pair.derived_kind, pair)
+                self._add_present(own, _rest(hashes, own), pair.derived_kind, pair)
+        declined: dict[str, BlockPlan] = {}
+        skipped: set[tuple[str, str]] = set()
+        while True:
+            ordered = self._with_siblings(hashes, own, declined, skipped)
+            if whole_prompt:
+                ordered = self._hold_back(ordered)
+            ordered = close(self._apply_limits(close(ordered), whole_prompt=whole_prompt))
+            # What policy forbids one sibling another may serve; of the reasons the first counts.
+            forbidden = [plan for plan in ordered if plan.forbidden and _told(plan) not in skipped]
+            if not forbidden or sum(pair.refusal is None for pair in self._pairs) < 2:
+                return ordered
+            for plan in forbidden:
+                declined.setdefault(plan.chain_hash, plan)
+                skipped.add(_told(plan))
+
+    def _with_siblings(
+        self,
+        hashes: Sequence[str],
+        own: dict[str, BlockPlan],
+        declined: dict[str, BlockPlan],
+        skipped: set[tuple[str, str]],
+    ) -> list[BlockPlan]:
+        """Own blocks, and for the rest the first sibling that has it and is not `skipped` for it,
+        before any limit."""
+        plans, unplaced = dict(own), dict(declined)
         # Refused siblings last: one that must not serve does not hide one that may.
         for pair in sorted(self._pairs, key=lambda pair: pair.refusal is not None):
-            self._add_convertible(plans, unplaced, _rest(hashes, plans), pair)
+            rest = [n for n in _rest(hashes, plans) if (pair.derived_kind, n) not in skipped]
+            if pair.refusal is not None:
+                rest = [name for name in rest if name not in declined]
+            self._add_convertible(plans, unplaced, rest, pair)
         plans = {**unplaced, **plans}
-        ordered = [
+        return [
             plans.get(name) or BlockPlan(Outcome.MISSED, Reason.ABSENT, name) for name in hashes
         ]
-        if whole_prompt:
-            ordered = self._hold_back(ordered)
-        return close(self._apply_limits(close(ordered), whole_prompt=whole_prompt))
 
     def convertible(self, hashes: list[str], pair: Pair) -> dict[str, BlockPlan]:
         """How blocks would be converted by one pair, whatever else is there of them."""
@@ -224,6 +258,11 @@ def still_allowed(plans: Sequence[BlockPlan], pairs: Sequence[Pair]) -> list[Blo
         return _declined(plan, refused.get(kind) or Reason.DISABLED)
 
     return [check(plan) for plan in plans]
+
+
+def _told(plan: BlockPlan) -> tuple[str, str]:
+    """Which sibling the plan is about, and which block."""
+    return ("" if plan.sibling is None else plan.sibling.derived_kind), plan.chain_hash
 
 
 def _declined(plan: BlockPlan, reason: Reason) -> BlockPlan:

@@ -132,10 +132,11 @@ class Toy:
             TorchConverter,
         )
 
-    def tier(self, store, model, *artifacts, policy=None, **fields):
+    def tier(self, store, model, *artifacts, policy=None, policies=None, **fields):
         engine = self.engine(model, **fields)
         announce(store, engine)
-        pairs = [self.pair(engine, artifact, policy) for artifact in artifacts]
+        policies = policies or [policy] * len(artifacts)
+        pairs = [self.pair(engine, *pair) for pair in zip(artifacts, policies, strict=True)]
         return Tier(
             store,
             model.name,

@@ -362,6 +362,41 @@ def test_the_first_sibling_is_preferred_and_the_second_fills_in(toy, tiers, help
         helpers.close(page, block)
 
 
+@pytest.mark.parametrize(
+    ("policy", "by_first"),
+    [
+        (Policy(min_tokens=1000), 0),
+        (Policy(max_prefix_tokens=8), 2),
+        (Policy(hold_back_tokens=8), 4),
+        (Policy(conversion_tokens_per_second=1.0), 0),
+    ],
+    ids=["min_tokens", "max_prefix", "hold_back", "not_worth_it"],
+)
+def test_a_sibling_that_policy_declines_does_not_hide_the_next(
+    toy, family, tiers, helpers, policy, by_first
+):
+    third = tiers(toy.third)
+    toy.prefill(third, toy.third, TOKENS)
+    artifacts = toy.artifact(), toy.artifact(toy.third, toy.target, seed=3)
+    target = tiers(toy.target, *artifacts, policies=[policy, Policy()])
+    results, pages = toy.ask(target, TOKENS)
+    assert verdicts(results) == [CONVERTED] * 6
+    first, second = (toy.blocks(toy.converted(artifact, TOKENS)) for artifact in artifacts)
+    for page, block in zip(pages, first[:by_first] + second[by_first:], strict=True):
+        helpers.close(page, block)
+
+
+def test_when_policy_declines_every_sibling_the_first_one_says_why(toy, family, tiers):
+    third = tiers(toy.third)
+    toy.prefill(third, toy.third, TOKENS)
+    artifacts = toy.artifact(), toy.artifact(toy.third, toy.target, seed=3)
+    policies = [Policy(min_tokens=1000), Policy(conversion_tokens_per_second=1.0)]
+    target = tiers(toy.target, *artifacts, policies=policies)
+    plans = target.find(toy.hashes(TOKENS))
+    assert verdicts(plans) == [declined(Reason.MIN_TOKENS)] * 6
+    assert all(plan.sibling is target.pairs[0] for plan in plans)
+
+
 # rule 3: bytes
 
 
