@@ -43,11 +43,11 @@ class _PageInPlace(KvPage):
         vars(self).update(_view=view, _number=number, _runs=runs)  # pages are frozen
 
     @property
-    def keys(self) -> torch.Tensor:  # type: ignore[override]
+    def keys(self) -> torch.Tensor:
         return self._view._keys[self._number]
 
     @property
-    def values(self) -> torch.Tensor:  # type: ignore[override]
+    def values(self) -> torch.Tensor:
         return self._view._values[self._number]
 
     def segments(self) -> list[memoryview]:
