@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvstore_xfer.errors import ConfigError, ModelError
+from kvstore_xfer.fit.first_token import FirstToken
 from kvstore_xfer.fit.moments import Moments
 from kvstore_xfer.fit.select import Choice, Component, choose, rank_layers
 from kvstore_xfer.fit.solve import solve_ridge
@@ -85,6 +86,8 @@ class Accumulator:
             for component, shape in zip(("keys", "values"), shapes, strict=True)
             for split in ("fitted", "held_out")
         }
+        self._first = FirstToken(target, device)
+        self.moments |= self._first.moments
 
     @property
     def _spread(self) -> int:
@@ -93,7 +96,7 @@ class Accumulator:
 
     def add(self, index: int, source: KvPage, target: KvPage) -> None:
         """Add one sequence: its number, and both models' caches of all its tokens."""
-        pairs = component_pairs(index, (self._source, source), (self._target, target))
+        pairs = later_pairs(index, (self._source, source), (self._target, target), self._first)
         for component, (inputs, outputs) in pairs.items():
             self.moments[f"{component}.{split_of(index)}"].update(
                 self._inputs(inputs), self._outputs(outputs)
@@ -114,8 +117,11 @@ class Accumulator:
             for component, ridges in zip(self._components(), choice.ridges, strict=True)
         )
         mapper = Mapper(self._options.method, self._source, self._target, self._heads, keys, values)
-        mapper.validate()
-        return mapper, choice
+        return self.complete(mapper), choice
+
+    def complete(self, mapper: Mapper) -> Mapper:
+        """A mapper of these models with what the target holds at position 0."""
+        return self._first.give(mapper)
 
     def _components(self) -> tuple[Component, ...]:
         return tuple(
@@ -206,6 +212,18 @@ def component_pairs(
         require_finite(model, index, page)
     keys = tuple(stripped(page, model.rope) for model, page in (source, target))
     return {"keys": (keys[0], keys[1]), "values": (source[1].values, target[1].values)}
+
+
+def later_pairs(
+    index: int,
+    source: tuple[ModelDescription, KvPage],
+    target: tuple[ModelDescription, KvPage],
+    first: FirstToken,
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """`component_pairs` behind position 0, which goes to `first`."""
+    pairs = component_pairs(index, source, target)
+    first.add(pairs["keys"][1], pairs["values"][1])
+    return {name: (inputs[:, 1:], outputs[:, 1:]) for name, (inputs, outputs) in pairs.items()}
 
 
 def stripped(page: KvPage, rope: RopeSpec | None) -> torch.Tensor:

@@ -83,6 +83,13 @@ def _mean_one(weights: torch.Tensor) -> torch.Tensor:
     return torch.where(mean > 0, total / mean.clamp_min(1e-30), 1)
 
 
+def later_weights(weights: torch.Tensor) -> torch.Tensor:
+    """Row weights ``[..., T]`` behind position 0, again of mean one."""
+    later = weights[..., 1:]
+    mean = later.mean(-1, keepdim=True)
+    return torch.where(mean > 0, later / mean.clamp_min(1e-30), 1)
+
+
 def shrinkage(rows: float, squares: torch.Tensor, inputs: int) -> torch.Tensor:
     """How far to trust the weights: alpha in ``w = 1 + alpha (r - 1)``.
 

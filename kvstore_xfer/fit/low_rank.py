@@ -22,7 +22,7 @@ import torch
 from kvstore_xfer.errors import ConfigError
 from kvstore_xfer.fit.accumulate import (
     FitOptions,
-    component_pairs,
+    later_pairs,
     require_layers,
     require_memory,
     require_pair,
@@ -30,6 +30,7 @@ from kvstore_xfer.fit.accumulate import (
     split_of,
     weight_dtype,
 )
+from kvstore_xfer.fit.first_token import FirstToken
 from kvstore_xfer.fit.moments import Moments
 from kvstore_xfer.fit.select import RIDGES, Choice
 from kvstore_xfer.mapper.convert_dense import token_rows
@@ -75,6 +76,8 @@ class LowRankAccumulator:
             "sensitivity.keys": Moments.zero(blocks, target.key_dim, 0, device=device),
             "sensitivity.values": Moments.zero(blocks, target.value_dim, 0, device=device),
         }
+        self._first = FirstToken(target, device)
+        self.moments |= self._first.moments
 
     @property
     def rank(self) -> int:
@@ -84,13 +87,14 @@ class LowRankAccumulator:
         self, index: int, source: KvPage, target: KvPage, gradients: KvPage | None = None
     ) -> None:
         """Add one sequence; `gradients` are those of the target's stripped keys and its values."""
-        pairs = component_pairs(index, (self._source, source), (self._target, target)).values()
+        models = ((self._source, source), (self._target, target))
+        pairs = later_pairs(index, *models, self._first).values()
         x, y = [part[self._layers] for part, _ in pairs], [part for _, part in pairs]
         rows = (torch.cat([token_rows(part.double()) for part in side], 1)[None] for side in (x, y))
         self.moments[split_of(index)].update(*rows)
         if gradients is not None:
             for name in ("keys", "values"):
-                part = getattr(gradients, name).transpose(1, 2).flatten(0, 1)  # [L * H, T, d]
+                part = getattr(gradients, name)[:, 1:].transpose(1, 2).flatten(0, 1)
                 self.moments[f"sensitivity.{name}"].update(part, part[..., :0])
 
     def finish(self) -> tuple[Mapper, Choice]:
@@ -106,8 +110,7 @@ class LowRankAccumulator:
         mean_x, mean_y = everything.mean_x[0].cpu(), everything.mean_y[0].cpu()
         # From the factors as they are stored, so that their rounding moves no mean.
         bias = mean_y - mean_x @ factors.encoder.double() @ factors.decoder.double()
-        mapper = self._assemble(factors, bias)
-        mapper.validate()
+        mapper = self._first.give(self._assemble(factors, bias))
         picked = ((ridge,) * self._target.layers,) * 2
         values = tuple(tuple(row) for row in scores.tolist())
         return mapper, Choice((tuple(self._layers),) * self._target.layers, picked, values)

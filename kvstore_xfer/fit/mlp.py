@@ -47,16 +47,16 @@ class RowFiles:
             file.unlink()
 
     def add(self, index: int, source: KvPage, target: KvPage) -> None:
-        """Append one sequence."""
+        """Append one sequence, without position 0."""
         split = split_of(index)
         for side, page in (("source", source), ("target", target)):
             model = self._models[side]
             require_finite(model, index, page)
             parts = zip(_COMPONENTS, (stripped(page, model.rope), page.values), strict=True)
             for name, part in parts:
-                rows = part.transpose(0, 1).to("cpu", torch.float16).contiguous().numpy()
+                rows = part[:, 1:].transpose(0, 1).to("cpu", torch.float16).contiguous().numpy()
                 self._append(self._folder / f"rows.{name}.{side}.{split}", rows.tobytes())
-        self.rows[split] += source.keys.shape[1]
+        self.rows[split] += source.keys.shape[1] - 1
 
     @staticmethod
     def _append(file: Path, data: bytes) -> None:

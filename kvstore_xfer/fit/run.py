@@ -168,7 +168,8 @@ def _fit_affine(
         lambda index, s: weighted.add(index, source.capture(s.tokens), *queries(s.tokens)),
         **{"--layers": str(choice.layers)},
     )
-    return weighted.finish()
+    mapper, choice = weighted.finish()
+    return accumulator.complete(mapper), choice
 
 
 def _fit_low_rank(
@@ -222,7 +223,7 @@ def _fit_mlp(
         lambda index, s: files.add(index, source.capture(s.tokens), target.capture(s.tokens)),
     )
     mapper, scores = train(files, source.model, target.model, choice, hidden=options.hidden)
-    return mapper, replace(choice, scores=scores)
+    return accumulator.complete(mapper), replace(choice, scores=scores)
 
 
 _Function = TypeVar("_Function")

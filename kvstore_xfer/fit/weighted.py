@@ -21,7 +21,7 @@ from kvstore_xfer.fit.accumulate import (
     stripped,
     weight_dtype,
 )
-from kvstore_xfer.fit.attention import row_weights, shrinkage
+from kvstore_xfer.fit.attention import later_weights, row_weights, shrinkage
 from kvstore_xfer.fit.moments import Moments
 from kvstore_xfer.fit.select import RIDGES, Choice
 from kvstore_xfer.fit.solve import r_squared, solve_ridge
@@ -77,14 +77,16 @@ class WeightedAccumulator:
 
     def add(self, index: int, source: KvPage, target: KvPage, queries: torch.Tensor) -> None:
         """Add one sequence; `queries` are the target's, as `row_weights` wants them."""
-        weights = row_weights(target.keys, target.values, queries)
+        weights = map(later_weights, row_weights(target.keys, target.values, queries))
         pairs = (
             (stripped(source, self._source.rope), stripped(target, self._target.rope)),
             (source.values, target.values),
         )
+        # Position 0 is not fitted: `Accumulator` has seen it in the first pass.
+        later = ((inputs[:, 1:], outputs[:, 1:]) for inputs, outputs in pairs)
         split = split_of(index)
         heads = torch.tensor(self._heads, device=source.keys.device)
-        for name, (inputs, outputs), rows in zip(_COMPONENTS, pairs, weights, strict=True):
+        for name, (inputs, outputs), rows in zip(_COMPONENTS, later, weights, strict=True):
             read = inputs.index_select(2, heads).permute(2, 1, 0, 3)  # [H_t, T, L_s, d]
             for layer, layers in enumerate(self._choice.layers):
                 x, y = read[:, :, list(layers)].flatten(2), outputs[layer].transpose(0, 1)

@@ -122,6 +122,8 @@ def _tensors(mapper: Mapper) -> dict[str, torch.Tensor]:
             tensors[f"{name}.{index}.bias"] = layer.bias.contiguous()
             for step, tensor in enumerate(layer.before):
                 tensors[f"{name}.{index}.before.{step}"] = tensor.contiguous()
+            if layer.first is not None:
+                tensors[f"{name}.{index}.first"] = layer.first.contiguous()
     return tensors
 
 
@@ -145,6 +147,7 @@ def _assemble(description: dict[str, Any], tensors: dict[str, torch.Tensor]) -> 
                 tensors[f"{name}.{index}.weight"],
                 tensors[f"{name}.{index}.bias"],
                 _before(f"{name}.{index}.before.", tensors),
+                tensors.get(f"{name}.{index}.first"),
             )
             for index, sources in enumerate(chosen)
         )

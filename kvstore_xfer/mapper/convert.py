@@ -18,6 +18,7 @@ import torch
 
 from kvstore_xfer.blocks.page import KvPage
 from kvstore_xfer.mapper.convert_products import Operands, Products
+from kvstore_xfer.mapper.first_token import FirstTokenWriter
 from kvstore_xfer.mapper.maps import Mapper, Method
 from kvstore_xfer.rope.rotate import Rotor, apply_tables, strip_tables
 
@@ -69,6 +70,7 @@ class TorchConverter:
     def __init__(self, mapper: Mapper, dtype: torch.dtype) -> None:
         self._mapper = mapper
         self._ropes = _ropes(mapper)
+        self._first = FirstTokenWriter(mapper)
         compute = _compute_dtype(dtype)
         self._keys = Products(mapper, mapper.keys, compute)
         self._values = Products(mapper, mapper.values, compute)
@@ -93,6 +95,7 @@ class TorchConverter:
                 self._read_keys(group, positions)
                 self._write_keys(group, positions)
                 self._convert_values(group)
+        self._first.write(first_tokens, targets)
 
     def _group_tokens(self, tokens: int) -> int:
         """Tokens per product, within bounded memory, of groups of about equal size."""

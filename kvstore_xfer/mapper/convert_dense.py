@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from kvstore_xfer.mapper.first_token import FirstTokenWriter
 from kvstore_xfer.mapper.maps import Method
 from kvstore_xfer.rope.rotate import apply_rope, rope_tables, strip_rope
 
@@ -41,6 +42,7 @@ class DenseConverter:
         self._ropes: tuple[RopeSpec, RopeSpec] = (mapper.source.rope, mapper.target.rope)
         self._device = torch.device(device)
         self._map = _maps_of(mapper, self._device)
+        self._first = FirstTokenWriter(mapper)
 
     @torch.inference_mode()  # the engine's pages may be inference tensors
     def convert(
@@ -63,6 +65,7 @@ class DenseConverter:
                 new_values,
                 [target for _, _, target in batch],
             )
+        self._first.write(first_tokens, targets)
 
 
 def _tokens(page: KvPage) -> int:
@@ -183,7 +186,8 @@ class _Residual:
 class _Mlp:
     def __init__(self, layer: LayerMap, heads: list[int], device: torch.device) -> None:
         self._layers, self._heads = list(layer.source_layers), heads
-        self._tensors = [tensor.to(device, torch.float32) for tensor in layer.tensors()]
+        tensors = (*layer.before, layer.weight, layer.bias)
+        self._tensors = [tensor.to(device, torch.float32) for tensor in tensors]
 
     def __call__(self, part: torch.Tensor) -> torch.Tensor:
         rows = part[self._layers][:, :, self._heads].permute(2, 1, 0, 3).flatten(2)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvstore_xfer.mapper.first_token import FirstTokenWriter
 from kvstore_xfer.mapper.maps import Method
 from kvxfer_kernels.launch import tuning_for
 from kvxfer_kernels.map_blocks import map_blocks
@@ -82,6 +83,7 @@ class TritonConverter:
             device=self._device,
             head_assignment=None if full else mapper.head_assignment,
         )
+        self._first = FirstTokenWriter(mapper)
         self._staging = Staging(self._maps, dtype, mapper.source.layers, budget)
         self._streams = Streams(self._device)
         self._lock = threading.Lock()  # the staging memory is one
@@ -106,6 +108,7 @@ class TritonConverter:
                 self._convert_in_place(blocks)
             else:
                 self._staging.run(blocks)
+            self._first.write(first_tokens, targets)
             taken = self._staging.clock.take()
         read, made = (sum(p.shape.payload_bytes for p in side) for side in (sources, targets))
         for stage, seconds in taken.items():

@@ -15,6 +15,8 @@ of the selected source layers, in the order of ``source_layers``.
   ``[r, H_t * d_t]``; r may be 0, which leaves the identity (and b).
 - mlp: per target head two hidden layers with ReLU over the input of a head-local map (arXiv
   2608.03893).
+
+Position 0 may be an exception: the same numbers for every text, `LayerMap.first`.
 """
 
 from __future__ import annotations
@@ -58,15 +60,20 @@ class LayerMap:
     `weight` is bf16, fp16 or fp32 with the shape the module docstring gives; `bias` is fp32
     ``[H_t, d_t]``. `before` holds what is applied first: residual ``(D,)``, mlp ``(W_1, b_1, W_2,
     b_2)`` with ``[H_t, p, n]``, ``[H_t, n]``, ``[H_t, n, n]``, ``[H_t, n]``, else nothing.
+    `first` is what stands at position 0 whatever the source holds, fp32 ``[H_t, d_t]``, keys
+    without RoPE; None if position 0 is mapped like the others.
     """
 
     source_layers: tuple[int, ...]
     weight: torch.Tensor
     bias: torch.Tensor
     before: tuple[torch.Tensor, ...] = ()
+    first: torch.Tensor | None = None
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from (*self.before, self.weight, self.bias)
+        if self.first is not None:
+            yield self.first
 
 
 @dataclass(frozen=True)
@@ -106,11 +113,13 @@ class Mapper:
         heads = self.target.kv_heads
 
         def narrow(layer: LayerMap) -> LayerMap:
+            first = None if layer.first is None else layer.first[cut]
+            layer = replace(layer, bias=layer.bias[cut], first=first)
             if self.method.per_head:
                 before = tuple(tensor[cut] for tensor in layer.before)
-                return replace(layer, weight=layer.weight[cut], bias=layer.bias[cut], before=before)
+                return replace(layer, weight=layer.weight[cut], before=before)
             wide = layer.weight.view(layer.weight.shape[0], heads, layer.bias.shape[1])[:, cut]
-            return replace(layer, weight=wide.flatten(1), bias=layer.bias[cut])
+            return replace(layer, weight=wide.flatten(1))
 
         return replace(
             self,
@@ -148,6 +157,11 @@ class Mapper:
                 _require(found == before, f"{where}: shape of what comes before the weight")
                 _require(tuple(layer.weight.shape) == weight, f"{where}: shape of the weight")
                 _require(tuple(layer.bias.shape) == (heads, target_dim), f"{where}: bias shape")
+                alike = (layer.first is None) == (self.keys[0].first is None)
+                _require(alike, f"{where}: position 0 is there for some layers only")
+                if layer.first is not None:
+                    fits = layer.first.shape == layer.bias.shape
+                    _require(fits, f"{where}: shape of position 0")
 
     def _validate_shared(self, heads: int) -> None:
         """What concerns the method as a whole."""

@@ -62,15 +62,17 @@ def stripped(keys, model):
 
 
 def all_rows(pair, pages):
-    """``{component: (source [L, N, H, D], target)}`` of all sequences in a row."""
+    """``{component: (source [L, N, H, D], target)}`` of all sequences, behind position 0."""
     columns = {}
     for name in ("keys", "values"):
         columns[name] = tuple(
             np.concatenate(
                 [
-                    stripped(page[side].keys, model)
-                    if name == "keys"
-                    else page[side].values.double().numpy()
+                    (
+                        stripped(page[side].keys, model)
+                        if name == "keys"
+                        else page[side].values.double().numpy()
+                    )[:, 1:]
                     for page in pages
                 ],
                 1,
@@ -106,6 +108,24 @@ def test_head_local_maps_are_the_formula(pair, make_pages):
                 weight, bias = ridge_solution(x, outputs[index, :, head], RIDGE)
                 assert_close(layer.weight[head], weight)
                 assert_close(layer.bias[head], bias)
+
+
+def test_position_0_is_the_mean_of_the_target_and_no_row_of_the_maps(pair, make_pages):
+    source, _ = pair
+    pages = make_pages(pair)
+    mapper, _ = run(pair, pages, layers=source.layers)
+    for name, layers in (("keys", mapper.keys), ("values", mapper.values)):
+        expected = torch.stack([getattr(page, name)[:, 0] for _, page in pages]).double().mean(0)
+        for index, layer in enumerate(layers):
+            torch.testing.assert_close(layer.first.double(), expected[index])
+    for side in (0, 1):
+        for page in pages:
+            page[side].keys[:, 0] = page[side].values[:, 0] = 1e4
+    other, _ = run(pair, pages, layers=source.layers)
+    for one, two in zip((*mapper.keys, *mapper.values), (*other.keys, *other.values), strict=True):
+        assert torch.equal(one.weight, two.weight)
+        assert torch.equal(one.bias, two.bias)
+        assert (two.first == 1e4).all()
 
 
 def test_full_head_maps_are_the_formula(pair, make_pages):
@@ -157,7 +177,7 @@ def test_no_sequence_is_on_both_sides(make_description, random_page):
     sides = {"held_out": pages[7::8], "fitted": [p for i, p in enumerate(pages) if i % 8 != 7]}
     for side, members in sides.items():
         moments = accumulator.moments[f"values.{side}"]
-        rows = torch.cat([page.values for page in members], 1).double()  # [L, N, H, D]
+        rows = torch.cat([page.values[:, 1:] for page in members], 1).double()  # [L, N, H, D]
         assert moments.rows == rows.shape[1]
         mean = rows.mean(1).transpose(0, 1).flatten(1)  # [H, L * D]
         torch.testing.assert_close(moments.mean_x, mean)

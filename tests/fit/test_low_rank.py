@@ -59,7 +59,8 @@ def rows_of(pair, captured, side, layers=None):
     for row in captured:
         chosen = slice(None) if layers is None else layers
         both = (stripped(row[side].keys, model), row[side].values.double().numpy())
-        flat = [part[chosen].transpose(1, 0, 2, 3).reshape(TOKENS, -1) for part in both]
+        later = [part[chosen][:, 1:] for part in both]
+        flat = [part.transpose(1, 0, 2, 3).reshape(TOKENS - 1, -1) for part in later]
         parts.append(np.concatenate(flat, 1))
     return np.concatenate(parts)
 
@@ -76,7 +77,8 @@ def metric(pair, captured):
     """The sensitivity as one block-diagonal matrix ``[q, q]``."""
     blocks = []
     for name in ("keys", "values"):
-        slopes = np.concatenate([getattr(row[2], name).double().numpy() for row in captured], 1)
+        parts = [getattr(row[2], name)[:, 1:].double().numpy() for row in captured]
+        slopes = np.concatenate(parts, 1)
         for layer in slopes:
             for head in layer.transpose(1, 0, 2):
                 blocks += [head.T @ head / len(head)]

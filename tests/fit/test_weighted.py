@@ -76,14 +76,16 @@ def test_maps_are_the_formula(pair, captured):
     _, target = pair
     mapper, choice = fitted(pair, captured)
     weights = [row_weights(t.keys, t.values, q) for _, t, q in captured]
-    everything = np.ones(SEQUENCES * TOKENS, dtype=bool)
+    everything = np.ones(SEQUENCES * (TOKENS - 1), dtype=bool)
     for place, (name, maps) in enumerate((("keys", mapper.keys), ("values", mapper.values))):
         sides = [
             np.concatenate(
                 [
-                    stripped(row[side].keys, model)
-                    if name == "keys"
-                    else row[side].values.double().numpy()
+                    (
+                        stripped(row[side].keys, model)
+                        if name == "keys"
+                        else row[side].values.double().numpy()
+                    )[:, 1:]
                     for row in captured
                 ],
                 1,
@@ -94,7 +96,8 @@ def test_maps_are_the_formula(pair, captured):
             assert found.source_layers == choice.layers[layer]
             for head in range(target.kv_heads):
                 read = [sides[0][s][:, 2 * head] for s in found.source_layers]
-                r = np.concatenate([w[place][layer, head].double().numpy() for w in weights])
+                later = [w[place][layer, head, 1:].double().numpy() for w in weights]
+                r = np.concatenate([part / part.mean() for part in later])
                 weight, bias = weighted_ridge(
                     np.concatenate(read, 1), sides[1][layer, :, head], r, RIDGE, everything
                 )
