@@ -91,15 +91,18 @@ def compare_caches(
 
 
 def _components(page: KvPage, model: ModelDescription) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys without RoPE and values, ``[L, T, H, d]`` float64 on the CPU."""
+    """Keys without RoPE and values, ``[L, T, H, d]`` float64 on the CPU, behind position 0.
+
+    The first token is far from all others in trained models, and would decide every sum.
+    """
     keys = page.keys.cpu()
     if model.rope is not None:
         keys = strip_rope(keys, model.rope, *rope_tables(model.rope, torch.arange(keys.shape[1])))
-    return keys.double(), page.values.cpu().double()
+    return keys[:, 1:].double(), page.values[:, 1:].cpu().double()
 
 
 class _Sums:
-    """Second moments of mapped (x), target (y) and source (s) caches, over all tokens."""
+    """Second moments of mapped (x), target (y) and source (s) caches, over the tokens given."""
 
     def __init__(self) -> None:
         self._rows = 0
