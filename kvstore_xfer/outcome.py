@@ -28,7 +28,10 @@ class Reason(str, Enum):
     CORRUPT = "corrupt"
     STORE_ERROR = "store_error"
     SHAPE_MISMATCH = "shape_mismatch"
+    ATTACHING = "attaching"  # the engine's model is still being read
+    NOT_STORED = "not_stored"  # nothing is stored for this engine; its log says why
     # declined
+    MAPPER = "mapper"  # the pair's mapper cannot be read
     DISABLED = "disabled"
     GATE_MISSING = "gate_missing"
     GATE_REJECTED = "gate_rejected"

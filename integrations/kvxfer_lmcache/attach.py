@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from kvstore_xfer import metrics
 from kvstore_xfer.errors import ConfigError, KvxferError, StoreError
 from kvstore_xfer.family import Family, load_family
-from kvstore_xfer.outcome import Reason
+from kvstore_xfer.outcome import Outcome, Reason
 from kvstore_xfer.store.url import open_store
 from kvstore_xfer.tier.open import Engine, announce, open_tier
 from kvstore_xfer.tier.store_gauges import StoreGauges
@@ -29,6 +29,7 @@ from kvxfer_lmcache.facts import identify, view_of
 from kvxfer_lmcache.layouts import Layout, opaque_layout
 from kvxfer_lmcache.objects import STRONG_HASH_BYTES, Origin
 from kvxfer_lmcache.refusals import Refusal
+from kvxfer_lmcache.start import say_what_is_there
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,9 +70,10 @@ class Attachments:
         self, manifest: Path, hash_scheme: str = "lmcache", wrong: ConfigError | None = None
     ) -> None:
         self._manifest, self._hash_scheme = manifest, hash_scheme
-        self._lock = threading.Lock()
+        self._lock, self._opening = threading.Lock(), threading.Lock()
         self._opened: dict[Origin, Future[Attachment]] = {}
         self._retry: dict[Origin, float] = {}
+        self._tried: dict[Origin, Attachment] = {}  # those to be tried again
         self._refused: dict[Refusal, str] = {}
         self._family: Family | None = None
         self._store: BlockStore | None = None
@@ -82,13 +84,15 @@ class Attachments:
             if wrong is not None:
                 raise wrong
             self._family = load_family(manifest)
-            self._store = open_store(self._family.store, base=manifest.resolve().parent)
-        except (ConfigError, StoreError) as error:
-            reason = Refusal.STORE if isinstance(error, StoreError) else Refusal.CONFIG
-            _announce(UNLISTED, [(reason, str(error))], stored=False)
-            self._refused[reason] = str(error)
-        else:
-            self._gauges = StoreGauges(self._store, self._family.store.partition(":")[0])
+            self._open_store(self._family)
+        except StoreError as error:  # tried again for every engine
+            _announce(UNLISTED, [(Refusal.STORE, str(error))], stored=False)
+        except ConfigError as error:
+            _announce(UNLISTED, [(Refusal.CONFIG, str(error))], stored=False)
+            self._refused[Refusal.CONFIG] = str(error)
+        if self._family is not None:
+            greet = (self._manifest, self._family)
+            threading.Thread(target=say_what_is_there, args=greet, daemon=True).start()
 
     def get(self, origin: Origin, seconds: float) -> Attachment | None:
         """The attachment, None when it is not open within `seconds`: weights are being digested."""
@@ -105,6 +109,23 @@ class Attachments:
             return future.result(seconds)
         except FutureTimeoutError:
             return None
+
+    def count_missed(self, origin: Origin, attachment: Attachment | None, blocks: int) -> None:
+        """Count a lookup that no tier can answer: every one is in the denominators."""
+        name, reason = self._name(origin), Reason.ATTACHING
+        if attachment is not None:
+            down = any(reason is Refusal.STORE for reason, _ in attachment.refusals)
+            name, reason = attachment.name, Reason.STORE_ERROR if down else Reason.NOT_STORED
+        labels = (name, "", "", Outcome.MISSED.value, reason.value)
+        metrics.LOOKUPS.labels(name).inc()
+        metrics.LOOKUP_BLOCKS.labels(*labels).inc(blocks)
+        tokens = origin.shapes[0][-2] if len(origin.shapes[0]) > 1 else 1
+        metrics.LOOKUP_TOKENS.labels(*labels).inc(blocks * tokens)
+
+    def _name(self, origin: Origin) -> str:
+        """The manifest's name, as far as the engine's own tells it."""
+        models = {} if self._family is None else self._family.models
+        return next((name for name, m in models.items() if m.path == origin.model), UNLISTED)
 
     def refuse(self, reason: Refusal, text: str) -> None:
         """Turn all conversion off from now on."""
@@ -136,13 +157,36 @@ class Attachments:
                 "layout": attachment.layout.kind.value,
                 "stored": attachment.tier is not None,
                 "refusals": [*general, *(reason.value for reason, _ in attachment.refusals)],
+                "pairs": _pairs_of(attachment),
             }
             for origin, attachment in opened
         ]
 
+    def attaching(self) -> list[str]:
+        """Engines whose model is being read."""
+        with self._lock:
+            return [origin.model for origin, future in self._opened.items() if not future.done()]
+
+    @property
+    def configured(self) -> bool:
+        """Whether the manifest could be read."""
+        return self._family is not None
+
     @property
     def usable(self) -> bool:
+        """Whether blocks can be stored now."""
         return self._store is not None
+
+    def _open_store(self, family: Family) -> BlockStore:
+        """The store, opened now unless it is. Raises StoreError and ConfigError."""
+        with self._opening:
+            if self._store is None:
+                label = family.store.partition(":")[0]
+                metrics.STORE_UP.labels(label).set(0)
+                self._store = open_store(family.store, base=self._manifest.resolve().parent)
+                self._gauges = StoreGauges(self._store, label)
+                metrics.CONVERSION_REFUSED.labels(UNLISTED, Refusal.STORE.value).set(0)
+            return self._store
 
     def flush(self) -> None:
         """Return when all derived blocks of earlier loads are in the store."""
@@ -181,11 +225,12 @@ class Attachments:
             attachment = self._attach(origin)
         except KvxferError as error:
             reason = Refusal.STORE if isinstance(error, StoreError) else Refusal.CONFIG
-            attachment = Attachment(None, nothing, refusals=[(reason, str(error))])
+            attachment = Attachment(None, nothing, self._name(origin), [(reason, str(error))])
         except Exception as error:  # noqa: BLE001 - nothing may raise into the server
             _log.exception("kvxfer: attaching %s failed", origin.model)
-            attachment = Attachment(None, nothing, refusals=[(Refusal.STORE, repr(error))])
-        _announce(attachment.name, attachment.refusals, stored=attachment.tier is not None)
+            refusals = [(Refusal.STORE, repr(error))]
+            attachment = Attachment(None, nothing, self._name(origin), refusals)
+        self._announce_changed(origin, attachment)
         with self._lock:  # a refusal that came meanwhile counts for this one, too
             if any(reason is Refusal.STORE for reason, _ in attachment.refusals):
                 self._retry[origin] = time.monotonic() + RETRY_SECONDS
@@ -194,10 +239,29 @@ class Attachments:
         if late and attachment.tier is not None:
             attachment.tier.disable_conversion(Reason.UNSUPPORTED)
 
+    def _announce_changed(self, origin: Origin, attachment: Attachment) -> None:
+        """What is new against the last try, which may have been ten seconds ago."""
+        before = self._tried.pop(origin, None)
+        if before is not None:
+            for reason, _ in before.refusals:
+                metrics.CONVERSION_REFUSED.labels(before.name, reason.value).set(0)
+            if not any(reason is Refusal.STORE for reason, _ in attachment.refusals):
+                _log.warning(
+                    "kvxfer: the store answers again; chunks of %s are stored", origin.model
+                )
+        told = [] if before is None else before.refusals
+        new = [refusal for refusal in attachment.refusals if refusal not in told]
+        _announce(attachment.name, new, stored=attachment.tier is not None)
+        for reason, _ in attachment.refusals:
+            metrics.CONVERSION_REFUSED.labels(attachment.name, reason.value).set(1)
+        if any(reason is Refusal.STORE for reason, _ in attachment.refusals):
+            self._tried[origin] = attachment
+
     def _attach(self, origin: Origin) -> Attachment:
-        family, store = self._family, self._store
-        if family is None or store is None:
+        family = self._family
+        if family is None:
             return Attachment(None, opaque_layout(origin.shapes, origin.dtypes))
+        store = self._open_store(family)
         folder = self._manifest.resolve().parent
         member, model, refusals = identify(family, folder, origin)
         view = view_of(origin, model)
@@ -248,6 +312,19 @@ class Attachments:
         """A name alone does not say whose blocks these are, nor a weak hash which tokens'."""
         nameless, weak = not model.layers, origin.hash_bytes != STRONG_HASH_BYTES
         return [f"process={self._process}"] if nameless or weak else []
+
+
+def _pairs_of(attachment: Attachment) -> list[dict[str, str]]:
+    """Which siblings may serve, and why one may not."""
+    pairs = () if attachment.tier is None else attachment.tier.pairs
+    return [
+        {
+            "source": pair.name,
+            "direction": pair.direction.value,
+            "off": "" if pair.refusal is None else pair.refusal.value,
+        }
+        for pair in pairs
+    ]
 
 
 def _announce(name: str, refusals: Sequence[tuple[Refusal, str]], *, stored: bool) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmcache.lmcache_native import Bitmap
+from lmcache.logging import init_logger
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
@@ -36,6 +37,7 @@ from kvxfer_lmcache.objects import (
 from kvxfer_lmcache.positions import Positions
 from kvxfer_lmcache.refusals import Refusal, lmcache_version
 from kvxfer_lmcache.settings import Settings, read_settings
+from kvxfer_lmcache.start import log_as
 from kvxfer_lmcache.tasks import Lane
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ class KvxferL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is n
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
         super().__init__(max_capacity_bytes=0)
+        log_as(init_logger)
         try:
             settings, wrong = read_settings(params), None
         except ConfigError as error:
@@ -139,7 +142,7 @@ class KvxferL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is n
         if _BLEND in sys.modules:
             text = "CacheBlend uses chunks at other places than they were computed at"
             self.attachments.refuse(Refusal.CACHE_BLEND, text)
-        elif self.attachments.usable:
+        elif self.attachments.configured:
             self._learn([keys[i].chunk_hash for i in row] for row in rows.values())
         descriptions = dict(group_layout_descs)
         return self._lookups.submit(
@@ -175,6 +178,7 @@ class KvxferL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is n
             origin = origin_of(first, description.shapes, description.dtypes)
             attachment = self.attachments.get(origin, self._opening_seconds)
             if attachment is None or attachment.tier is None:
+                self.attachments.count_missed(origin, attachment, len(row))
                 continue
             names = [block_name(keys[i].chunk_hash, keys[i].cache_salt) for i in row]
             plans = attachment.tier.find(names, gaps=True)
@@ -279,6 +283,7 @@ class KvxferL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is n
             "is_healthy": self.attachments.usable,
             "type": type(self).__name__,
             "engines": self.attachments.report(),
+            "attaching": self.attachments.attaching(),
             "waiting": {name: lane.waiting for name, lane in lanes.items()},
         }
 

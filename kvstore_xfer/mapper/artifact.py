@@ -112,6 +112,14 @@ def load(folder: str | os.PathLike[str]) -> Artifact:
     return Artifact(mapper, manifest["fit"], manifest["gate"])
 
 
+def checked_dtypes(folder: str | os.PathLike[str]) -> list[str]:
+    """The KV dtypes that a mapper has records of checks for, from the manifest alone.
+
+    Raises ArtifactError as `load` does, but does not look at the weights.
+    """
+    return sorted(_read_manifest(Path(folder))["gate"])
+
+
 def _tensors(mapper: Mapper) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     if mapper.encoder is not None:

@@ -17,7 +17,7 @@ from kvstore_xfer.blocks.identity import (
     identity_of,
     whole_shard,
 )
-from kvstore_xfer.errors import ArtifactError, ConfigError, StoreError
+from kvstore_xfer.errors import ArtifactError, ConfigError, ModelError, StoreError
 from kvstore_xfer.exporter import serve
 from kvstore_xfer.family import (
     Family,
@@ -30,8 +30,10 @@ from kvstore_xfer.family import (
 )
 from kvstore_xfer.gate.decide import record_failure
 from kvstore_xfer.gate.watch import load_watch
-from kvstore_xfer.mapper.artifact import load
+from kvstore_xfer.mapper.artifact import Artifact, load
 from kvstore_xfer.mapper.convert_select import make_converter
+from kvstore_xfer.mapper.maps import Mapper, Method
+from kvstore_xfer.models.description import describe
 from kvstore_xfer.outcome import Reason
 from kvstore_xfer.store.base import ReadRequest, ReadStatus, WriteRequest, WriteStatus
 from kvstore_xfer.store.url import open_store
@@ -46,7 +48,6 @@ if TYPE_CHECKING:
     from kvstore_xfer.blocks.key import Shard
     from kvstore_xfer.blocks.page import KvShape
     from kvstore_xfer.mapper.convert import Converter
-    from kvstore_xfer.mapper.maps import Mapper
     from kvstore_xfer.models.description import ModelDescription
     from kvstore_xfer.store.base import BlockStore
 
@@ -193,17 +194,62 @@ def _pairs(
             pair = _pair(entry, folder, engine, make_converter)
             pair = _held_to(gate_of(family, entry), entry, pair)
         except ArtifactError as error:
-            _log.error("pair %s -> %s is off: %s", entry.source, member, error)
-            metrics.GATE_OPEN.labels(entry.source, member, "unknown").set(0)
-            continue
-        if pair.refusal is not None:
-            _log.warning("pair %s -> %s is off: %s", entry.source, member, pair.refusal.value)
+            about = (entry.source, member, Reason.MAPPER.value)
+            _log.error("kvxfer: pair %s -> %s is off (%s): %s", *about, error)
+            unread = _unread(family, entry, folder, engine)
+            if unread is None:
+                metrics.GATE_OPEN.labels(entry.source, member, "unknown").set(0)
+                continue
+            pair = unread
+        if pair.refusal not in (None, Reason.MAPPER):
+            _log.warning("kvxfer: %s", off_line(entry, folder, engine.kv_dtype, pair.refusal))
         metrics.GATE_OPEN.labels(*pair.labels).set(pair.refusal is None)
         metrics.SWITCHED_OFF.labels(*pair.labels).set(0)
         if pair.gate is not None:
             metrics.set_bounds(metrics.GATE_RETENTION, pair.labels, pair.gate.retention)
         pairs.append(pair)
     return pairs
+
+
+def off_line(entry: PairEntry, folder: Path, kv_dtype: str, reason: Reason) -> str:
+    """Why a pair is off and what helps, in one line."""
+    remedy = {
+        Reason.GATE_MISSING: "never checked: run 'kvxfer check'",
+        Reason.GATE_DTYPE: f"not checked in {kv_dtype}: run 'kvxfer check --dtype {kv_dtype}'",
+        Reason.GATE_REJECTED: "the check, or the manifest's gate, rejected it: fit it on more text",
+        Reason.GATE_OUTDATED: "accepted by an older check, which asked for less: check it again",
+        Reason.FINGERPRINT: "fitted or checked for other model files: fit it again",
+        Reason.DISABLED: "the manifest's policy says enabled: false",
+    }.get(reason, "not possible for this engine")
+    about = f"pair {entry.source} -> {entry.target} is off ({reason.value})"
+    return f"{about}: {folder / entry.mapper}: {remedy}"
+
+
+def _unread(family: Family, entry: PairEntry, folder: Path, engine: Engine) -> Pair | None:
+    """The pair of a mapper that cannot be read, so that what it would serve is counted as declined.
+
+    None where the source is not a local folder: a hub would hold up the engine's start.
+    """
+    source = folder / family.models[entry.source].path
+    try:
+        model = describe(source) if source.is_dir() else None
+    except ModelError:
+        model = None
+    if model is None:
+        return None
+    mapper = Mapper(Method.HEAD_LOCAL, model, engine.model, (), (), (), digest="unread")
+    pair = make_pair(
+        Artifact(mapper),
+        engine.model,
+        engine.identity,
+        engine.own_shard,
+        policy_of(entry.policy),
+        direction_of(model, engine.model),
+        make_converter,
+        name=entry.source,
+        target_name=entry.target,
+    )
+    return replace(pair, refusal=Reason.MAPPER)
 
 
 def _held_to(gate: GateEntry | None, entry: PairEntry, pair: Pair) -> Pair:

@@ -1,16 +1,21 @@
 """Opening a tier from a manifest: the real pair, and every way it can be wrong."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 
+from kvstore_xfer.blocks.page import KvPage
 from kvstore_xfer.errors import ConfigError, StoreError
-from kvstore_xfer.mapper.artifact import MANIFEST_FILE
-from kvstore_xfer.outcome import Reason
+from kvstore_xfer.family import load_family
+from kvstore_xfer.mapper.artifact import MANIFEST_FILE, WEIGHTS_FILE
+from kvstore_xfer.outcome import Outcome, Reason
 from kvstore_xfer.store.base import WriteStatus
-from kvstore_xfer.tier.open import announce, open_tier
+from kvstore_xfer.tier.open import announce, off_line, open_tier
 from kvstore_xfer.tier.policy import Direction
 from kvxfer_transformers.session import engine_of
+
+FAMILY = Path(__file__).parents[1] / "data" / "family"
 
 
 @pytest.fixture
@@ -89,9 +94,51 @@ def test_a_damaged_mapper_turns_its_pair_off_and_nothing_else(manifest, engine, 
     tier = open_tier(manifest(), "large", engine)
     try:
         assert tier.pairs == ()
+        assert "kvxfer: pair small -> large is off (mapper): " in caplog.text
         assert "damaged" in caplog.text
     finally:
         tier.close()
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_what_an_unreadable_mapper_would_serve_is_declined(
+    manifest, family_mapper, engine, tmp_path, damage
+):
+    """The sibling had it, so it is not absent, and the direction is known."""
+    small = engine_of(family_mapper.source, 16)
+    (tmp_path / "small").symlink_to(FAMILY / "small")
+    file = manifest()
+    source = open_tier(file, "small", small)
+    pages = KvPage.empty_run(small.block_shape, 2).split(16)
+    for page in pages:
+        page.keys.zero_()
+        page.values.zero_()
+    source.write(["aa", "bb"], pages, 0)
+    source.close()
+    if damage == "missing":
+        shutil.rmtree(tmp_path / "mapper")
+    else:
+        weights = tmp_path / "mapper" / WEIGHTS_FILE
+        weights.write_bytes(weights.read_bytes()[:1000])
+    target = open_tier(file, "large", engine)
+    try:
+        plans = target.find(["aa", "bb", "cc"])
+        assert [(p.outcome, p.reason) for p in plans] == [
+            (Outcome.DECLINED, Reason.MAPPER),
+            (Outcome.DECLINED, Reason.MAPPER),
+            (Outcome.MISSED, Reason.ABSENT),
+        ]
+        assert target.pairs[0].labels == ("small", "large", "up")
+    finally:
+        target.close()
+
+
+@pytest.mark.parametrize("reason", [Reason.GATE_DTYPE, Reason.GATE_MISSING, Reason.DISABLED])
+def test_a_pair_that_is_off_is_one_line_with_mapper_and_remedy(manifest, tmp_path, reason):
+    entry = load_family(manifest()).pairs[0]
+    line = off_line(entry, tmp_path, "float32", reason)
+    assert line.startswith(f"pair small -> large is off ({reason.value}): {tmp_path / 'mapper'}: ")
+    assert "\n" not in line
 
 
 def test_a_store_that_cannot_be_used_is_an_error(manifest, engine, tmp_path):

@@ -215,6 +215,53 @@ def test_an_engine_that_came_while_the_store_was_down_is_attached_later(toy, fau
         assert equal(fetch(manager, keys, small, layout), pages)
 
 
+def test_a_store_that_could_not_be_opened_at_start_is_opened_later(toy, monkeypatch, caplog):
+    small, layout = layout_of("small", CHUNK)
+    keys, counted = keys_of("small", TOKENS, CHUNK), Counted()
+    (toy.folder / "store").write_text("a file where the folder should be")
+    monkeypatch.setattr(attach, "RETRY_SECONDS", 0.2)
+    with toy.manager() as (manager, adapter):
+        for _ in range(3):
+            assert fetch(manager, keys, small, layout) == []
+            time.sleep(0.3)
+        assert refusals(adapter) == {"store"}
+        assert not adapter.report_status()["is_healthy"]
+        assert counted.now("kvxfer_store_up", store="local") == 0
+        assert counted.blocks("missed", "store_error") == 3 * CHUNKS
+        lines = [r.getMessage() for r in caplog.records if "(store)" in r.getMessage()]
+        assert len(lines) == 2  # at the start, and once for the engine
+        (toy.folder / "store").unlink()
+        pages = prepared(toy, manager)
+        assert equal(fetch(manager, keys, small, layout), pages)
+        assert refusals(adapter) == set()
+        assert adapter.report_status()["is_healthy"]
+        assert counted.now("kvxfer_conversion_refused", reason="store") == 0
+        wait(lambda: counted.now("kvxfer_store_up", store="local") == 1)
+    assert any("answers again" in r.getMessage() for r in caplog.records)
+
+
+def test_lookups_while_an_engine_is_attached_are_counted(toy, monkeypatch):
+    """Digesting weights takes minutes; the denominator of a hit rate has these, too."""
+    small, layout = layout_of("small", CHUNK)
+    large, target = layout_of("large", CHUNK)
+    keys, counted, digested = keys_of("small", TOKENS, CHUNK), Counted(), threading.Event()
+
+    def slow(path, revision=None):
+        if str(path).endswith("small"):
+            digested.wait(20)
+        return toy.describe(path, revision)
+
+    monkeypatch.setattr(facts, "describe", slow)
+    with toy.manager(lookup_seconds=0.4) as (manager, _):
+        assert fetch(manager, keys, small, layout) == []
+        assert counted.blocks("missed", "attaching") == CHUNKS
+        assert counted("kvxfer_lookups_total", target="small") == 1
+        # One model that takes long, or cannot be read, does not hold up the others.
+        assert fetch(manager, keys_of("large", TOKENS, CHUNK), large, target) == []
+        assert counted.blocks("missed", "absent") == CHUNKS
+        digested.set()
+
+
 def test_a_folder_that_is_removed_under_the_server(toy):
     small, layout = layout_of("small", CHUNK)
     keys = keys_of("small", TOKENS, CHUNK)

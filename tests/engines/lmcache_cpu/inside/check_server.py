@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -187,6 +188,8 @@ def test_the_server_says_how_vllm_packs_on_a_cpu(running, family, tmp_path, size
         assert (row["name"], row["layout"], row["stored"]) == ("small", "packed", True)
         assert row["refusals"] == []
         assert row["block_sizes"] == [size]
+        log = server.log.read_text()
+        assert re.search(r"LMCache INFO:\S* kvxfer: family tests .*, local store", log)
         worker.close()
 
 
