@@ -293,6 +293,8 @@ class Attachments:
                 (),
                 layout=engine.layout or (),
             )
+        if self._gauges is not None:
+            tier.store_is_down = self._gauges.is_down
         return Attachment(tier, view.layout, member or UNLISTED, refusals)
 
     def _contradictions(

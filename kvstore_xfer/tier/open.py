@@ -146,7 +146,9 @@ def open_tier(
 
 def export(tier: Tier, store: BlockStore, family: Family, store_label: str) -> None:
     """The store's totals as gauges while the tier is open, and the manifest's metrics port."""
-    tier.at_close(StoreGauges(store, store_label).close)
+    gauges = StoreGauges(store, store_label)
+    tier.store_is_down = gauges.is_down
+    tier.at_close(gauges.close)
     if family.metrics is not None:
         serve(family.metrics)
 

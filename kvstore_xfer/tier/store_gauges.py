@@ -26,8 +26,13 @@ class StoreGauges:
     def __init__(self, store: BlockStore, label: str) -> None:
         self._store, self._label = store, label
         self._closed = threading.Event()
+        self._down = False
         self._thread = threading.Thread(target=self._work, name="kvxfer-store-gauges", daemon=True)
         self._thread.start()
+
+    def is_down(self) -> bool:
+        """Whether the store did not tell its totals when it was asked last."""
+        return self._down
 
     def close(self) -> None:
         """Stop asking. Idempotent."""
@@ -46,7 +51,13 @@ class StoreGauges:
             self._set(self._store.stats())
         except Exception as error:  # noqa: BLE001 - a store that fails is down, not our thread
             metrics.STORE_UP.labels(self._label).set(0)
-            _log.debug("store totals: %s", error)
+            if not self._down and not self._closed.is_set():
+                _log.error("kvxfer: the %s store is down: %s", self._label, error)
+            self._down = True
+        else:
+            if self._down:
+                _log.warning("kvxfer: the %s store is up again", self._label)
+            self._down = False
 
     def _set(self, stats: StoreStats) -> None:
         rows = {

@@ -78,6 +78,9 @@ class Tier:
         The siblings that may serve, in order of preference.
     layout
         The shards of all ranks of this engine; a block that one of them lacks is not found.
+
+    `store_is_down`, when set, tells misses of a store that does not work from those of blocks that
+    are not there.
     """
 
     def __init__(
@@ -118,6 +121,7 @@ class Tier:
             converter = pair.converter
             if converter is not None and hasattr(converter, "observe"):
                 converter.observe = self._stages.observe
+        self.store_is_down: Callable[[], bool] = lambda: False
         self._at_close: list[Callable[[], None]] = []
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="kvxfer-read-ahead")
         fitting = _QUEUE_BYTES // max(1, shape.payload_bytes)
@@ -142,6 +146,11 @@ class Tier:
         except Exception:  # noqa: BLE001 - nothing may raise into an engine
             self._failed("find")
             plans = [BlockPlan(Outcome.MISSED, Reason.STORE_ERROR)] * len(hashes)
+        if self.store_is_down():  # its index may know nothing of it
+            plans = [
+                replace(p, reason=Reason.STORE_ERROR) if p.reason is Reason.ABSENT else p
+                for p in plans
+            ]
         self._stages.observe("find", time.perf_counter() - started)
         return plans
 

@@ -115,6 +115,7 @@ class LocalStore(BlockStore):
             raise self._unreadable(error) from error
 
     def stats(self) -> StoreStats:
+        self._check_folder()
         try:
             blocks, totals = self._folder.query(lambda index: index.totals())
             oldest = self._folder.query(lambda index: index.oldest_stamp())
@@ -163,6 +164,16 @@ class LocalStore(BlockStore):
             if self._shared.pid != os.getpid():  # forked: nothing of the parent may be used
                 self._shared = acquire(self.root)
             return self._shared
+
+    def _check_folder(self) -> None:
+        """What the index does not notice: it stays readable in memory when its folder is gone."""
+        if not (self.root / "index").is_dir():  # writes may have made the rest of it anew
+            raise StoreError(
+                f"store {self.root}: the folder was removed while in use; put it back, or open "
+                "the store again to make it anew"
+            )
+        if not os.access(self.root, os.W_OK):
+            raise StoreError(f"store {self.root}: cannot be written any more; make it writable")
 
     def _unreadable(self, error: Exception) -> StoreError:
         if isinstance(error, StoreError):

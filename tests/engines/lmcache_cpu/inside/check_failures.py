@@ -28,6 +28,7 @@ from kvstore_xfer.blocks.header import MAGIC
 from kvstore_xfer.models.attention import AttentionKind
 from kvstore_xfer.store.base import BlockStore
 from kvstore_xfer.store.local import LocalStore
+from kvstore_xfer.tier import store_gauges
 from kvxfer_lmcache import attach, facts
 from kvxfer_lmcache.layouts import Kind
 
@@ -270,6 +271,33 @@ def test_a_folder_that_is_removed_under_the_server(toy):
         shutil.rmtree(toy.folder / "store")
         assert fetch(manager, keys, small, layout) == []
         assert manager.report_status()["is_healthy"]
+
+
+def test_a_folder_that_goes_and_comes_back_is_said_once_each(toy, monkeypatch, caplog):
+    monkeypatch.setattr(store_gauges, "REFRESH_SECONDS", 0.1)
+    small, layout = layout_of("small", CHUNK)
+    keys, counted = keys_of("small", TOKENS, CHUNK), Counted()
+    others = keys_of("small", TOKENS[1:], CHUNK)
+
+    def up():
+        return counted.now("kvxfer_store_up", store="local")
+
+    with toy.manager() as (manager, _):
+        pages = prepared(toy, manager)
+        (toy.folder / "store").rename(toy.folder / "away")
+        wait(lambda: up() == 0)
+        missed = counted.blocks("missed", "store_error")
+        assert fetch(manager, others, small, layout) == []
+        assert counted.blocks("missed", "store_error") == missed + len(others)
+        time.sleep(0.5)
+        assert up() == 0
+        (toy.folder / "away").rename(toy.folder / "store")
+        wait(lambda: up() == 1)
+        assert equal(fetch(manager, keys, small, layout), pages)
+    lines = [r.getMessage() for r in caplog.records if "store is " in r.getMessage()]
+    assert len(lines) == 2
+    assert f"{toy.folder}/store: the folder was removed while in use; put it back" in lines[0]
+    assert "up again" in lines[1]
 
 
 def test_damaged_bytes_end_the_prefix(toy):
