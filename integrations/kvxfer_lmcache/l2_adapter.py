@@ -140,7 +140,10 @@ class KvxferL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is n
         for i, key in enumerate(keys):
             rows.setdefault((key.object_group_id, key.kv_rank), []).append(i)
         if _BLEND in sys.modules:
-            text = "CacheBlend uses chunks at other places than they were computed at"
+            text = (
+                "CacheBlend uses chunks at other places than they were computed at; start "
+                "LMCache without --engine-type blend"
+            )
             self.attachments.refuse(Refusal.CACHE_BLEND, text)
         elif self.attachments.configured:
             self._learn([keys[i].chunk_hash for i in row] for row in rows.values())

@@ -298,7 +298,9 @@ def _documents_needed(limits: Thresholds) -> int:
 
 def _too_little(name: str, passages: Sequence[TokenSequence], limits: Thresholds) -> TextError:
     documents = len({passage.document for passage in passages})
-    longer = "" if name == CALIBRATION else f" (length {name!r}: longer documents, or --lengths)"
+    longer = f" (length {name!r}: longer documents, or --lengths)"
+    if name == CALIBRATION:
+        longer = ", or fit with shorter passages (kvxfer fit --sequence-tokens)"
     return TextError(
         f"--text: {len(passages)} passages of {documents} documents that the fit has not seen, "
         f"needed are {limits.min_passages} of {_documents_needed(limits)}; give more text{longer}"
