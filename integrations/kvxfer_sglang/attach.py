@@ -115,9 +115,10 @@ def _open(
 ) -> tuple[Tier, list[tuple[Refusal, str]]]:
     family = load_family(settings.manifest)
     folder = settings.manifest.resolve().parent
-    member = settings.member or recognise(
-        family, folder, plan.model, str(facts.model_path), facts.revision
-    )
+    found = recognise(family, folder, plan.model, str(facts.model_path), facts.revision)
+    member = settings.member or found
+    if found is not None and member in family.models:
+        _require_same(family, member, found, facts)
     if member is not None:
         tier = open_tier(settings.manifest, member, plan.engine)
         if plan.refusals:
@@ -126,6 +127,15 @@ def _open(
     known = ", ".join(sorted(family.models))
     text = f"{facts.model_path} is none of the models of {settings.manifest} ({known})"
     return _plain_tier(family, folder, plan.engine), [(Refusal.NOT_IN_FAMILY, text)]
+
+
+def _require_same(family: Family, member: str, found: str, facts: EngineFacts) -> None:
+    """Raises ConfigError when the extra config gives the engine another model's name."""
+    if family.models[member].path != family.models[found].path:
+        raise ConfigError(
+            f"extra config: model: {member} is {family.models[member].path} in the manifest, but "
+            f"this server runs {facts.model_path}, which is {found} there; correct or remove it"
+        )
 
 
 def _plain_tier(family: Family, folder: Path, engine: Engine) -> Tier:

@@ -266,13 +266,13 @@ def _unseen(
         left = [p for p in length.passages if not fitted.has(p.document, p.tokens)]
         if not length.skipped and not _enough(left, limits):
             if _enough(length.passages, limits):
-                return [], _leak(fitted, length.passages)
+                return [], _leak(fitted, length.passages, limits)
             raise _too_little(length.name, left, limits)
         kept.append(replace(length, passages=left))
     return kept, ""
 
 
-def _leak(fitted: FittedText, passages: Sequence[TokenSequence]) -> str:
+def _leak(fitted: FittedText, passages: Sequence[TokenSequence], limits: Thresholds) -> str:
     documents = {passage.document for passage in passages}
     used = len(documents & fitted.documents)
     if used:
@@ -283,7 +283,8 @@ def _leak(fitted: FittedText, passages: Sequence[TokenSequence]) -> str:
     copies = sum(fitted.repeats(passage.tokens) for passage in passages)
     return (
         f"held_out: {copies} of {len(passages)} passages repeat text of the fit under another "
-        "document; give text that the fit has not seen"
+        f"document, which leaves fewer than {limits.min_passages}; give more passages, of text "
+        "that the fit has not seen"
     )
 
 

@@ -620,6 +620,23 @@ def test_a_read_only_file_system_is_refused_and_read_at_run_time(small_disk):
         LocalStore(small_disk)
 
 
+def test_a_file_system_that_the_kernel_turns_read_only_gives_errors(tmp_path, monkeypatch):
+    """Only a disk error does that to files in use; LMDB's next reader would be a bus error."""
+    intact = os.statvfs
+
+    def read_only(path):
+        *rest, flag, longest = intact(path)[:10]
+        return os.statvfs_result((*rest, flag | os.ST_RDONLY, longest))
+
+    with LocalStore(tmp_path / "store", min_free_bytes=0) as store:
+        fill_store(store, [1])
+        monkeypatch.setattr(os, "statvfs", read_only)
+        assert get(store, block_key(1)).status is ReadStatus.ERROR
+        assert put(store, block_key(2), b"x") is WriteStatus.ERROR
+        monkeypatch.undo()
+        assert get(store, block_key(1)).status is ReadStatus.OK
+
+
 def test_no_key_leads_out_of_the_folder(tmp_path):
     root = tmp_path / "store"
     with LocalStore(root, min_free_bytes=0) as store:

@@ -112,6 +112,7 @@ class Environment:
     def reading(self) -> Iterator[lmdb.Transaction]:
         while True:
             with self.gate.passing():
+                self._refuse_read_only()
                 try:
                     transaction = self._env.begin()
                 except lmdb.MapResizedError:
@@ -130,6 +131,7 @@ class Environment:
         """Run `work` in a write transaction; it runs again when the map had to grow."""
         while True:
             with self.gate.passing():
+                self._refuse_read_only()
                 try:
                     with self._env.begin(write=True) as transaction:
                         return work(transaction)
@@ -159,6 +161,15 @@ class Environment:
             self._env.set_mapsize(size)
         finally:
             self.gate.open()
+
+    def _refuse_read_only(self) -> None:
+        """Raises OSError. Every transaction writes LMDB's mapped lock file.
+
+        A kernel that has turned the file system read-only, as after a disk error, would answer
+        that with a bus error, which ends the process.
+        """
+        if os.statvfs(self._data).f_flag & os.ST_RDONLY:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), self._data)
 
     def _refuse_truncated(self) -> None:
         """A page beyond the end of the file would be a bus error, not an exception."""

@@ -143,6 +143,17 @@ def test_a_model_outside_the_family_is_named_and_stored_plainly(settings, attach
     assert attachment.tier is not None
 
 
+def test_a_name_that_the_manifest_gives_to_another_model_stores_nothing(settings):
+    manifest = yaml.safe_load(settings.manifest.read_text())
+    manifest["models"]["other"] = {"path": str(SMALL.with_name("large"))}
+    settings.manifest.write_text(yaml.safe_dump(manifest))
+    found = attach(replace(settings, member="other"), FACTS, MHATokenToKVPoolHost(), private=False)
+    assert found.tier is None
+    ((refusal, text),) = found.refusals
+    assert refusal is Refusal.CONFIG
+    assert text.startswith("extra config: model: other is")
+
+
 def test_a_wrong_manifest_or_store_stores_nothing(settings, attached):
     good = settings.manifest.read_text()
     settings.manifest.write_text(good.replace("local:store", "local:family.yaml"))
