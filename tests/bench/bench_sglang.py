@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 
 from environments import REPOSITORY, PackageLinks, engine_python
 from sglang_cpu.engine import TierEngine, extra_config, write_manifest
-from sglang_cpu.server import Launch, SglangServer
+from sglang_cpu.server import Launch, SglangServer, eventually
 
 FAMILY = REPOSITORY / "tests" / "data" / "family"
 PAGE = 64
@@ -92,7 +92,8 @@ class Bench:
         links.add("sglang_both.py", Path(__file__).with_name("sglang_both.py"))
         plugins = {"sglang.srt.plugins": {"sglang_on_cpu": "sglang_on_cpu:activate"}}
         links.add_distribution("sglang-on-cpu", "1", plugins)
-        self._switch = work / "switch"
+        self._switch, self._files = work / "switch", work / "file"
+        self._files.mkdir()
         self._switch.write_bytes(b"t")
         self._paths, self._storage = [links.folder], extra_config(manifest, prefetch_threshold=PAGE)
         both = {"module_path": "sglang_both", "class_name": "BothBackends"}
@@ -100,7 +101,6 @@ class Bench:
         self._small, self._large = (TierEngine(stack.enter_context(s), PAGE) for s in servers)
 
     def _server(self, model: str, work: Path, **storage: str) -> SglangServer:
-        (work / "file").mkdir(exist_ok=True)
         launch = Launch(
             python=engine_python("sglang"),
             model=FAMILY / model,
@@ -113,7 +113,7 @@ class Bench:
             storage={**self._storage, **storage},
             environment={
                 "KVXFER_BENCH_SWITCH": str(self._switch),
-                "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(work / "file"),
+                "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(self._files),
             },
         )
         return SglangServer(launch)
@@ -122,11 +122,17 @@ class Bench:
         asked = [self._prompt(length - RESERVED) for _ in range(prompts)]
         pages = (length - RESERVED) // PAGE
         self._time(self._prompt(length - RESERVED), 0)  # what is asked first is slow
-        times = Times()
-        times.seconds["computed"] = [self._time(prompt, 0, OWN) for prompt in asked]
         self._settle()
+        times = Times()
+        before = self._large.written()
+        times.seconds["computed"] = [self._time(prompt, 0, OWN) for prompt in asked]
+        # The switch must not turn while pages are on their way.
+        eventually(lambda: self._large.written() - before >= pages * prompts, 60)
+        self._settle()
+        before = self._in_files()
         for prompt in asked:
             self._time(prompt, 0, FILE)
+        eventually(lambda: self._in_files() - before >= pages * prompts, 60)
         self._small.store_all(asked)
         for name in ("converted", "derived"):
             self._settle()
@@ -145,6 +151,9 @@ class Bench:
         time.sleep(1)
         for engine in (self._small, self._large):
             engine.server.flush_cache()
+
+    def _in_files(self) -> int:
+        return len(list(self._files.glob("*.bin")))
 
     def _prompt(self, tokens: int) -> list[int]:
         self._serial += 1
