@@ -43,7 +43,12 @@ def _store(about: str, now: Scrape) -> Iterator[Finding]:
     for (store,), up in now.values("kvxfer_store_up", "store").items():
         if not up:
             text = f"its store ({store}) does not answer"
-            yield problem(about, "store_down", text, "start the store's server, or free its disk")
+            remedy = (
+                "free its disk, mount it read-write, or give its folder back"
+                if store == "local"
+                else "start the store's server"
+            )
+            yield problem(about, "store_down", text, remedy)
 
 
 def _errors(about: str, now: Scrape) -> Iterator[Finding]:
