@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 MAGIC = b"KVXBLK01"
 ALIGNMENT = 4096
 MAX_HEADER_BYTES = 64 * 1024
+_LONGEST_ESCAPE = len(json.dumps("\U0001f600")) - 2  # of one character in JSON
 _PREFIX = struct.Struct("<8sIQ")
 # A small run is hashed in pieces for which xxhash keeps the interpreter (below 100 kB): taking it
 # back from a busy engine would take longer than hashing all of it.
@@ -183,5 +184,7 @@ def validate(header: BlockHeader) -> None:
             raise BlockFormatError("block header: a name is not text")
     if type(header.created) not in (int, float) or not 0 <= header.created < 1 << 40:
         raise BlockFormatError("block header: created is not a time")
+    if 2 * _LONGEST_ESCAPE * sum(map(len, texts)) > MAX_HEADER_BYTES:
+        encode(header)  # refuses what does not fit; never needed for blocks of ours
     if not is_key(header.key):
         raise BlockFormatError(f"block header: {header.key[:80]!r} is not a block key")

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 
 import yaml
@@ -77,7 +78,14 @@ def guarded(call, *arguments):
         return None
 
 
-class BlockFuzzer:
+class Fuzzer:
+    """One target; each `step` feeds it something else."""
+
+    def close(self):
+        """Let go of what the target has open."""
+
+
+class BlockFuzzer(Fuzzer):
     """Frames, and the text of headers under a checksum that is right."""
 
     def __init__(self, chance, work):
@@ -109,7 +117,7 @@ class BlockFuzzer:
             guarded(encode, header)
 
 
-class ManifestFuzzer:
+class ManifestFuzzer(Fuzzer):
     def __init__(self, chance, work):
         self.chance, self.path = chance, work / "family.yaml"
         yaml.safe_load(MANIFEST)
@@ -121,7 +129,7 @@ class ManifestFuzzer:
             guarded(check_url, family.store)
 
 
-class UrlFuzzer:
+class UrlFuzzer(Fuzzer):
     def __init__(self, chance, work):
         del work
         self.chance = chance
@@ -131,13 +139,16 @@ class UrlFuzzer:
         guarded(check_url, text)
 
 
-class FolderFuzzer:
+class FolderFuzzer(Fuzzer):
     """Payload files of an open store, each read in a batch with an intact one."""
 
     def __init__(self, chance, work):
         self.chance, self.root = chance, work / "outer" / "store"
         self.store = LocalStore(self.root, min_free_bytes=0)
         put(self.store, block_key(0), block_bytes(0))
+
+    def close(self):
+        self.store.close()
 
     def step(self):
         put(self.store, block_key(1), block_bytes(1))
@@ -158,7 +169,7 @@ class FolderFuzzer:
         return hashlib.sha256(block_key(1).encode()).hexdigest()
 
 
-class IndexFuzzer:
+class IndexFuzzer(Fuzzer):
     """The index file, closed in order or not, opened again in a process of its own."""
 
     SCRIPT = (
@@ -190,6 +201,19 @@ class IndexFuzzer:
 FUZZERS = [BlockFuzzer, ManifestFuzzer, UrlFuzzer, FolderFuzzer, IndexFuzzer]
 
 
+def _run(fuzzer, seconds, seed):
+    """Steps that fit into the time."""
+    end, count = time.monotonic() + seconds, 0
+    while time.monotonic() < end:
+        try:
+            fuzzer.step()
+        except Exception as error:
+            name = type(fuzzer).__name__
+            raise AssertionError(f"{name}, seed {seed}, step {count}") from error
+        count += 1
+    return count
+
+
 def fuzz(seconds, seed):
     """Steps by target. Raises what a step raises, with the seed to repeat it."""
     taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -198,15 +222,8 @@ def fuzz(seconds, seed):
         for kind in FUZZERS:
             folder = Path(work, kind.__name__)
             folder.mkdir()
-            fuzzer = kind(random.Random(seed), folder)
-            end, count = time.monotonic() + seconds / len(FUZZERS), 0
-            while time.monotonic() < end:
-                try:
-                    fuzzer.step()
-                except Exception as error:
-                    raise AssertionError(f"{kind.__name__}, seed {seed}, step {count}") from error
-                count += 1
-            steps[kind.__name__] = count
+            with closing(kind(random.Random(seed), folder)) as fuzzer:
+                steps[kind.__name__] = _run(fuzzer, seconds / len(FUZZERS), seed)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - taken
     if grown > MEMORY_BYTES:
         raise AssertionError(f"{grown >> 20} MiB were allocated")
