@@ -58,6 +58,11 @@ class Attachment:
         """Whether blocks are stored with their position, as sources of conversions."""
         return self.layout.is_canonical
 
+    @property
+    def store_failed(self) -> bool:
+        """Whether nothing is stored because the store cannot be used, which may pass."""
+        return any(reason is Refusal.STORE for reason, _ in self.refusals)
+
 
 class Attachments:
     """The tiers of all engines behind one LMCache process, opened on first use.
@@ -114,8 +119,8 @@ class Attachments:
         """Count a lookup that no tier can answer: every one is in the denominators."""
         name, reason = self._name(origin), Reason.ATTACHING
         if attachment is not None:
-            down = any(reason is Refusal.STORE for reason, _ in attachment.refusals)
-            name, reason = attachment.name, Reason.STORE_ERROR if down else Reason.NOT_STORED
+            name = attachment.name
+            reason = Reason.STORE_ERROR if attachment.store_failed else Reason.NOT_STORED
         labels = (name, "", "", Outcome.MISSED.value, reason.value)
         metrics.LOOKUPS.labels(name).inc()
         metrics.LOOKUP_BLOCKS.labels(*labels).inc(blocks)
@@ -232,7 +237,7 @@ class Attachments:
             attachment = Attachment(None, nothing, self._name(origin), refusals)
         self._announce_changed(origin, attachment)
         with self._lock:  # a refusal that came meanwhile counts for this one, too
-            if any(reason is Refusal.STORE for reason, _ in attachment.refusals):
+            if attachment.store_failed:
                 self._retry[origin] = time.monotonic() + RETRY_SECONDS
             future.set_result(attachment)
             late = bool(self._refused)
@@ -245,7 +250,7 @@ class Attachments:
         if before is not None:
             for reason, _ in before.refusals:
                 metrics.CONVERSION_REFUSED.labels(before.name, reason.value).set(0)
-            if not any(reason is Refusal.STORE for reason, _ in attachment.refusals):
+            if not attachment.store_failed:
                 _log.warning(
                     "kvxfer: the store answers again; chunks of %s are stored", origin.model
                 )
@@ -254,7 +259,7 @@ class Attachments:
         _announce(attachment.name, new, stored=attachment.tier is not None)
         for reason, _ in attachment.refusals:
             metrics.CONVERSION_REFUSED.labels(attachment.name, reason.value).set(1)
-        if any(reason is Refusal.STORE for reason, _ in attachment.refusals):
+        if attachment.store_failed:
             self._tried[origin] = attachment
 
     def _attach(self, origin: Origin) -> Attachment:

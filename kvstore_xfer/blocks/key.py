@@ -74,12 +74,16 @@ class BlockKey:
     @classmethod
     def parse(cls, text: str) -> BlockKey:
         """Raises BlockFormatError when `text` is not a key of this format."""
-        match = _KEY.fullmatch(text)
-        if match is None or len(text) > MAX_KEY_BYTES:
+        match = _match(text)
+        if match is None:
             raise BlockFormatError(f"block key {text[:80]!r}: expected {FORMAT}/<identity>/...")
         return cls(*match.groups())
 
 
 def is_key(text: str) -> bool:
     """Whether `BlockKey.parse` takes it."""
-    return len(text) <= MAX_KEY_BYTES and _KEY.fullmatch(text) is not None
+    return _match(text) is not None
+
+
+def _match(text: str) -> re.Match[str] | None:
+    return _KEY.fullmatch(text) if len(text) <= MAX_KEY_BYTES else None

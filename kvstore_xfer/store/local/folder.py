@@ -314,8 +314,7 @@ class Folder:
 
     def _remove_file(self, name: str) -> bool:
         try:
-            with suppress(FileNotFoundError):
-                os.unlink(self.layout.payload(name))
+            self.layout.remove_payload(name)
         except OSError as error:
             logger.warning("store %s: cannot remove %s: %s", self.layout.root, name, error)
             return False
@@ -399,8 +398,7 @@ class Folder:
             entry = rows.get(key)
             committed = entry is not None and payload_name(key, entry.generation) == name
             if not committed and not rows.in_trash(name):
-                with suppress(FileNotFoundError):
-                    os.unlink(self.layout.payload(name))
+                self.layout.remove_payload(name)
 
         self.update(work)
 

@@ -28,7 +28,7 @@ import re
 import secrets
 import stat
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from kvstore_xfer.errors import BlockFormatError, StoreError
@@ -186,6 +186,11 @@ class Layout:
         if self._levels == 1:
             return f"{self._blocks}/{name[:2]}/{name}"
         return f"{self._blocks}/{name[:2]}/{name[2:4]}/{name}"
+
+    def remove_payload(self, name: str) -> None:
+        """Delete a block's file, if it is there. Raises OSError."""
+        with suppress(FileNotFoundError):
+            os.unlink(self.payload(name))
 
     def publish(self, name: str) -> None:
         """Give a finished temporary file its final name as well.

@@ -174,8 +174,7 @@ class _Publication:
     def undo(self) -> None:
         """Take the final names back after a failed commit."""
         for item in self.stored:
-            with suppress(FileNotFoundError):
-                os.unlink(self._folder.layout.payload(item.name))
+            self._folder.layout.remove_payload(item.name)
 
     def _publish_one(self, rows: Rows, item: _Staged) -> str | None:
         present = rows.get(item.plan.key)
