@@ -95,7 +95,10 @@ def run_arms(
     The wrong document of a passage is the nearest later passage of another document.
     """
     result = ArmScores({arm: [] for arm in arms}, prefix_tokens=prefix * len(passages))
-    with tempfile.TemporaryDirectory() as folder, open_store(f"local://{folder}") as store:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open_store(f"local://{folder}?min_free=0") as store,  # for one block at a time
+    ):
         for number, passage in enumerate(passages):
             other = other_document(passages, number)
             _run_passage(source, target, converter, (passage, other), prefix, store, result)

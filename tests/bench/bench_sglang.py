@@ -87,7 +87,8 @@ class Bench:
         pair = {"source": "small", "target": "large", "mapper": str(mapper)}
         # A sampled prompt would not be converted, and these models read 256 tokens: time only.
         pair["policy"] = {"sampled_share": 0.0, "max_beyond_checked": 32.0}
-        manifest = write_manifest(work / "family.yaml", f"local://{work}/store", models, [pair])
+        store = f"local://{work}/store?min_free=0"
+        manifest = write_manifest(work / "family.yaml", store, models, [pair])
         links = PackageLinks(work / "path")
         links.add("sglang_both.py", Path(__file__).with_name("sglang_both.py"))
         plugins = {"sglang.srt.plugins": {"sglang_on_cpu": "sglang_on_cpu:activate"}}

@@ -30,7 +30,7 @@ def plan(tmp_path, family_mapper, capsys):
         pair = {"source": "small", "target": "large", "mapper": str(mapper)}
         family = {
             "family": "test",
-            "store": "local:store",
+            "store": "local:store?min_free=0",
             "models": {name: {"path": name} for name in ("small", "large")},
             "pairs": [{**pair, "policy": {**FAR, **(policy or {})}, "gate": gate or {}}],
         }

@@ -132,7 +132,8 @@ def lmcache_server(tmp_path):
     given = dict(argument.split("=", 1) for argument in _arguments("lmcache")[0])
     assert set(small) <= set(given)
     models = {name: {"path": str(FAMILY / name)} for name in ("small", "large")}
-    manifest = {"family": "tests", "store": f"local://{tmp_path}/store", "models": models}
+    store = f"local://{tmp_path}/store?min_free=0"
+    manifest = {"family": "tests", "store": store, "models": models}
     (tmp_path / "family.yaml").write_text(json.dumps(manifest))
     log = tmp_path / "log"
     with log.open("w") as output:

@@ -28,7 +28,7 @@ def family_manifest(family_mapper, tmp_path_factory):
         pair["policy"] = {"sampled_share": 0.0}
         manifest = {
             "family": "tests",
-            "store": f"local://{folder}/store",
+            "store": f"local://{folder}/store?min_free=0",
             "models": {name: {"path": str(FAMILY / name), **model} for name in names},
             "pairs": [pair],
         }

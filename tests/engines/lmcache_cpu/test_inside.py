@@ -12,7 +12,7 @@ INSIDE = Path(__file__).parent / "inside"
 @pytest.mark.parametrize("file", sorted(INSIDE.glob("check_*.py")), ids=lambda file: file.stem)
 def test_inside_lmcache(file, lmcache_python, lmcache_path, family_manifest, tmp_path):
     pytest_options = ["-c", os.devnull, "--rootdir", str(INSIDE), "-p", "no:cacheprovider"]
-    pytest_options += ["-p", "toy_fixture"]
+    pytest_options += ["-p", "toy_fixture", "-o", "tmp_path_retention_policy=failed"]
     pytest_options += ["--disable-warnings"]  # they are those of LMCache's imports
     result = subprocess.run(
         [str(lmcache_python), "-m", "pytest", "-q", *pytest_options, str(file)],

@@ -61,7 +61,7 @@ def start_server(launch):
 def manifest(family_mapper, tmp_path_factory):
     """``manifest(store_folder, ...)``: a manifest of the trained family, pair small -> large."""
 
-    def make(store, *, models=MODELS, mapper=family_mapper.folder, query="", **pair):
+    def make(store, *, models=MODELS, mapper=family_mapper.folder, query="?min_free=0", **pair):
         file = tmp_path_factory.mktemp("manifest") / "family.yaml"
         # These tests are about conversion: no prompt is sampled, or declined on a busy machine.
         always = {"sampled_share": 0.0, "budget_seconds": 60.0}

@@ -13,6 +13,7 @@ INSIDE = Path(__file__).parent / "inside"
 def test_inside_sglang(file, sglang_python, sglang_path, tmp_path):
     paths = [sglang_path, INSIDE.parent / "shim", INSIDE]
     pytest_options = ["-c", os.devnull, "--rootdir", str(INSIDE), "-p", "no:cacheprovider"]
+    pytest_options += ["-o", "tmp_path_retention_policy=failed"]
     pytest_options += ["--disable-warnings"]  # they are those of SGLang's imports
     result = subprocess.run(
         [str(sglang_python), "-m", "pytest", "-q", *pytest_options, str(file)],

@@ -165,7 +165,7 @@ def test_a_full_disk(large, filled, disk, manifest, prompts, oracle):
     """What is there is served, what is made finds no room and is made again."""
     store = shutil.copytree(filled, disk / "store")
     page = oracle.converted_page(prompts[0][:PAGE])
-    large.attach(manifest(store, query="?min_free=0"))
+    large.attach(manifest(store))
     before, written = blocks_without_room(large), large.written()
     with no_room_on(disk, page.keys.nbytes + page.values.nbytes):
         blocks, served = ask_all(large, prompts, oracle)

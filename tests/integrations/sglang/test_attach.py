@@ -58,7 +58,8 @@ class MHATokenToKVPoolHost:
 @pytest.fixture
 def settings(tmp_path, monkeypatch):
     monkeypatch.setenv("KVXFER_CACHE_DIR", str(tmp_path / "digests"))
-    manifest = {"family": "f", "store": "local:store", "models": {"small": {"path": str(SMALL)}}}
+    models = {"small": {"path": str(SMALL)}}
+    manifest = {"family": "f", "store": "local:store?min_free=0", "models": models}
     (tmp_path / "family.yaml").write_text(yaml.safe_dump(manifest))
     return Settings(tmp_path / "family.yaml")
 
@@ -156,7 +157,7 @@ def test_a_name_that_the_manifest_gives_to_another_model_stores_nothing(settings
 
 def test_a_wrong_manifest_or_store_stores_nothing(settings, attached):
     good = settings.manifest.read_text()
-    settings.manifest.write_text(good.replace("local:store", "local:family.yaml"))
+    settings.manifest.write_text(good.replace("local:store?min_free=0", "local:family.yaml"))
     assert reasons(attached()) == [Refusal.STORE]
     settings.manifest.write_text(good + "typo: 1\n")
     assert reasons(attached()) == [Refusal.CONFIG]

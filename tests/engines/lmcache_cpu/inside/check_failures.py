@@ -70,7 +70,7 @@ class FaultyStore(BlockStore):
 
 @pytest.fixture
 def faulty(toy, monkeypatch):
-    store = FaultyStore(LocalStore(toy.folder / "store"))
+    store = FaultyStore(LocalStore(toy.folder / "store", min_free_bytes=0))
     monkeypatch.setattr(attach, "open_store", lambda url, base: store)
     yield store
     store.before = lambda method: None

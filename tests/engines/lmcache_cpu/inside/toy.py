@@ -110,7 +110,7 @@ class Toy:
     def write_manifest(self, models=("small", "large"), **model):
         manifest = {
             "family": "toy",
-            "store": f"local://{self.folder}/store",
+            "store": f"local://{self.folder}/store?min_free=0",
             "models": {name: {"path": name, **model} for name in models},
         }
         if {"small", "large"} <= set(models):

@@ -94,7 +94,7 @@ def family(request, tmp_path, monkeypatch):
     mapper = make_mapper(tmp_path / "mapper", request.param)
     manifest = {
         "family": "f",
-        "store": f"local://{tmp_path}/store",
+        "store": f"local://{tmp_path}/store?min_free=0",
         "models": {"source": {"path": "source"}, "target": {"path": "target"}},
         "pairs": [{"source": "source", "target": "target", "mapper": "mapper"}],
     }
