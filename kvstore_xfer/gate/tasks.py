@@ -135,18 +135,19 @@ def _other_context(items: Sequence[TaskItem], number: int) -> TaskItem:
 
 
 def _answers(runner: Runner, page: KvPage | None, item: TaskItem) -> bool:
+    """Choices that differ in their last token only need one read."""
+    ends = {choice[:-1]: choice for choice in item.choices}
+    reads = {start: _logits(runner, page, item, choice) for start, choice in ends.items()}
+    logits = [reads[choice[:-1]] for choice in item.choices]
     if len(item.choices) == 1:
-        logits = _logits(runner, page, item, item.choices[0])
-        return bool((logits.argmax(-1).cpu() == torch.tensor(item.choices[0])).all())
-    scores = [_likelihood(runner, page, item, choice) for choice in item.choices]
+        return bool((logits[0].argmax(-1).cpu() == torch.tensor(item.choices[0])).all())
+    scores = list(map(_likelihood, logits, item.choices))
     return max(range(len(scores)), key=scores.__getitem__) == item.right
 
 
-def _likelihood(
-    runner: Runner, page: KvPage | None, item: TaskItem, choice: tuple[int, ...]
-) -> float:
+def _likelihood(logits: torch.Tensor, choice: tuple[int, ...]) -> float:
     """Nats a token, so that a long choice is not at a disadvantage."""
-    logs = torch.log_softmax(_logits(runner, page, item, choice).double(), -1)
+    logs = torch.log_softmax(logits.double(), -1)
     return float(logs[torch.arange(len(choice)), torch.tensor(choice)].mean())
 
 

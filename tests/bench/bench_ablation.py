@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 from bench_fidelity import FAMILY
+from second_round import SecondRound
 
 from kvstore_xfer.fit import attention
 from kvstore_xfer.fit.accumulate import Accumulator, FitOptions
@@ -83,6 +84,12 @@ class Bench:
                     page.values[:, 0] += values
 
         return mock.Mock(convert=convert)
+
+    def second_round(self, mapper: Mapper, model) -> SecondRound:
+        accumulator = SecondRound(mapper, model, PREFIX)
+        for sequence in self._sequences:
+            accumulator.add(self.source.capture(sequence.tokens), sequence.tokens)
+        return accumulator
 
     def held_back(self, name: str, mapper: Mapper, model) -> None:
         """The newest tokens of the prefix read natively after the mapped ones."""
@@ -168,9 +175,14 @@ def table(bench: Bench, model) -> None:
     bench.show("head-local, ridge by layer and component", bench.fitted(plain))
     few = bench.fitted(replace(plain, layers=2))
     bench.show("head-local, k = 2", few)
-    bench.show("head-local, attention weights", bench.fitted(weighted))
+    attended = bench.fitted(weighted)
+    bench.show("head-local, attention weights", attended)
     with mock.patch.object(attention, "BOUNDARIES", 128):
         bench.show("the same, weights from 128 queries, not 32", bench.fitted(weighted))
+    second = bench.second_round(attended, model)
+    for strength in (1.0, 10.0, 100.0):
+        name = f"the same, second round on attention outputs, {strength:g} : 1"
+        bench.show(name, second.solve(strength))
     mapper, used = greedy(bench, bench.source.description.layers)
     bench.show("source heads picked for each head, greedily", mapper, parameters=used)
     bench.show("full-head", bench.fitted(FitOptions(Method.FULL_HEAD)))

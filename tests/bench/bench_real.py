@@ -2,10 +2,11 @@
 
     python tests/bench/bench_real.py [FOLDER]    # FOLDER as tests/bench/smol.py builds it (.real)
 
-Fits on passages of 256 tokens; checks with prefixes of 192, 48 and 960 tokens, the next 64 read
-natively, on documents that no fit has seen, and with questions about facts in the prefix; float32.
-Both models run every text once for all methods and pairs: two hours on one idle core, and 15 GB
-under the folder of temporary files.
+Fits on passages of 256 tokens, speeches and a share of short notes; checks with prefixes of 192, 48
+and 960 tokens, the next 64 read natively, on documents that no fit has seen, and with questions
+about facts in the prefix; float32. Every model runs every text once for all methods and pairs: two
+hours on one idle core, and 15 GB under the folder of temporary files, or under --kept, which a
+later run goes on from.
 """
 
 import argparse
@@ -19,10 +20,11 @@ from pathlib import Path
 import torch
 from bench_fidelity import FAMILY
 from facts import write_facts
+from notes import write_notes
 
 from kvstore_xfer.fit.accumulate import FitOptions
 from kvstore_xfer.fit.run import fit
-from kvstore_xfer.fit.text import cut_sequences
+from kvstore_xfer.fit.text import cut_sequences, read_documents
 from kvstore_xfer.gate.check import check
 from kvstore_xfer.gate.decide import record_failure
 from kvstore_xfer.gate.lengths import CALIBRATION, SHORT, cut_lengths
@@ -33,7 +35,7 @@ from kvxfer_transformers.model import load_model
 from kvxfer_transformers.remembered import RememberedModel
 
 MODELS = ("base", "pruned", "tuned")
-PREFIX, TAIL, QUESTIONS = 192, 64, 40
+PREFIX, TAIL, QUESTIONS = 192, 64, 60
 HEAD_LOCAL_LAYERS = 6
 HEAD_LOCAL = f"head-local, k = {HEAD_LOCAL_LAYERS}"
 WEIGHTED = f"head-local, attention weights, k = {HEAD_LOCAL_LAYERS}"
@@ -163,13 +165,17 @@ def table(names: tuple[str, str], models: dict, chosen: list[str], text: Texts) 
         model.forget_reads()
 
 
-def texts(tokenize, work: Path, sequences: int, passages: int) -> Texts:
+def texts(tokenize, work: Path, sequences: int, notes: int, passages: int) -> Texts:
     tokens, heldout = PREFIX + TAIL, FAMILY / "text" / "heldout.jsonl"
     calibration = FAMILY / "text" / "calibration.jsonl"
     sizes = {"prefix": PREFIX, "tail": TAIL, "count": passages, "longest": 0, "wanted": LENGTHS}
-    write_facts(work / "facts.jsonl", QUESTIONS)
+    write_facts(work / "facts.jsonl", list(read_documents(heldout)), QUESTIONS)
+    write_notes(work / "notes.jsonl", notes)
     return Texts(
-        cut_sequences(calibration, tokenize, tokens=tokens, count=sequences),
+        [
+            *cut_sequences(calibration, tokenize, tokens=tokens, count=sequences),
+            *cut_sequences(work / "notes.jsonl", tokenize, tokens=tokens, count=notes),
+        ],
         cut_lengths(heldout, tokenize, **sizes),
         read_tasks(work / "facts.jsonl", tokenize),
     )
@@ -181,26 +187,29 @@ def main() -> None:
     parser.add_argument("--source", choices=MODELS)
     parser.add_argument("--target", choices=MODELS)
     parser.add_argument("--only", nargs="+", choices=METHODS)
-    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--sequences", type=int, default=160, help="speeches to fit on")
+    parser.add_argument("--notes", type=int, default=48, help="and notes (notes.py)")
     parser.add_argument("--passages", type=int, default=16)
+    parser.add_argument("--kept", type=Path, help="where to keep what the models said")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as kept:
+    with tempfile.TemporaryDirectory() as temporary:
+        work, kept = Path(temporary), chosen.kept or Path(temporary)
         models = {
             name: RememberedModel(
-                load_model(chosen.folder / name, dtype=torch.float32), Path(kept) / name
+                load_model(chosen.folder / name, dtype=torch.float32), kept / name
             )
             for name in MODELS
         }
-        text = texts(models["base"].tokenize, Path(kept), chosen.sequences, chosen.passages)
+        sizes = (chosen.sequences, chosen.notes, chosen.passages)
+        text = texts(models["base"].tokenize, work, *sizes)
         for pair in PAIRS:
             if chosen.source in (None, pair[0]) and chosen.target in (None, pair[1]):
                 table(pair, models, chosen.only or methods_of(pair), text)
 
 
 def methods_of(pair: tuple[str, str]) -> list[str]:
-    fine_tune = (RESIDUAL,) if "pruned" not in pair else ()
-    return [HEAD_LOCAL, LOW_RANK, FULL_HEAD, *fine_tune]
+    return [HEAD_LOCAL, FULL_HEAD, WEIGHTED if "pruned" in pair else RESIDUAL]
 
 
 # The pair of the target figure first.
