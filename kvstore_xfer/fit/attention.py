@@ -17,7 +17,7 @@ import math
 
 import torch
 
-BOUNDARIES = 32
+BOUNDARIES = 128
 FIRST_BOUNDARY = 12
 
 

@@ -3,6 +3,7 @@
 ``y = x_l + (x_l D) W + b`` for each layer and component, of models with one geometry. The ridge
 solution for ``y - x_l`` is reduced to the smallest rank whose R^2 on held-out sequences is within
 `TOLERANCE` of the best one; a layer that the fine-tune left alone gets no correction at all.
+Position 0, by far the largest row, would be most of that variance, and is no row (`first_token`).
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import torch
 from kvstore_xfer.errors import ConfigError
 from kvstore_xfer.fit.accumulate import (
     FitOptions,
-    component_pairs,
+    later_pairs,
     require_memory,
     require_pair,
     require_split,
     split_of,
     weight_dtype,
 )
+from kvstore_xfer.fit.first_token import FirstToken
 from kvstore_xfer.fit.moments import Moments
 from kvstore_xfer.fit.select import RIDGES, Choice
 from kvstore_xfer.fit.solve import Affine, r_squared, solve_ridge
@@ -63,10 +65,13 @@ class ResidualAccumulator:
             for name, width in zip(_COMPONENTS, widths, strict=True)
             for split in ("fitted", "held_out")
         }
+        self._first = FirstToken(target, device)
+        self.moments |= self._first.moments
 
     def add(self, index: int, source: KvPage, target: KvPage) -> None:
         """Add one sequence."""
-        pairs = component_pairs(index, (self._source, source), (self._target, target))
+        models = ((self._source, source), (self._target, target))
+        pairs = later_pairs(index, *models, self._first)
         for name, (inputs, outputs) in pairs.items():
             x, y = inputs.double(), outputs.double()
             self.moments[f"{name}.{split_of(index)}"].update(x.flatten(2), (y - x).flatten(2))
@@ -84,6 +89,8 @@ class ResidualAccumulator:
         heads = assign_heads(source.kv_heads, target.kv_heads)
         mapper = Mapper(Method.RESIDUAL, source, target, heads, maps[0], maps[1])
         mapper.validate()
+        if any(layer.weight.numel() or layer.bias.any() for layer in (*maps[0], *maps[1])):
+            mapper = self._first.give(mapper)  # what nothing was changed in stays a plain copy
         layers = tuple((layer,) for layer in range(source.layers))
         return mapper, Choice(layers, tuple(ridges), tuple(scores))
 

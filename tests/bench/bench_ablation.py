@@ -177,8 +177,8 @@ def table(bench: Bench, model) -> None:
     bench.show("head-local, k = 2", few)
     attended = bench.fitted(weighted)
     bench.show("head-local, attention weights", attended)
-    with mock.patch.object(attention, "BOUNDARIES", 128):
-        bench.show("the same, weights from 128 queries, not 32", bench.fitted(weighted))
+    with mock.patch.object(attention, "BOUNDARIES", 32):
+        bench.show("the same, weights from 32 queries, not 128", bench.fitted(weighted))
     second = bench.second_round(attended, model)
     for strength in (1.0, 10.0, 100.0):
         name = f"the same, second round on attention outputs, {strength:g} : 1"

@@ -209,7 +209,8 @@ def main() -> None:
 
 
 def methods_of(pair: tuple[str, str]) -> list[str]:
-    return [HEAD_LOCAL, FULL_HEAD, WEIGHTED if "pruned" in pair else RESIDUAL]
+    fine_tune = () if "pruned" in pair else (RESIDUAL,)
+    return [HEAD_LOCAL, FULL_HEAD, WEIGHTED, *fine_tune]
 
 
 # The pair of the target figure first.
