@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import xxhash
+from pydantic_core import from_json
 
 from kvstore_xfer.blocks.key import BlockKey, is_key
 from kvstore_xfer.errors import BlockFormatError
@@ -37,12 +38,7 @@ ALIGNMENT = 4096
 MAX_HEADER_BYTES = 64 * 1024
 _LONGEST_ESCAPE = len(json.dumps("\U0001f600")) - 2  # of one character in JSON
 _PREFIX = struct.Struct("<8sIQ")
-# A small run is hashed in pieces for which xxhash keeps the interpreter (below 100 kB): taking it
-# back from a busy engine would take longer than hashing all of it.
-_SMALL_RUN_BYTES = 1 << 20
-_PIECE_BYTES = 64 << 10
 _write_json = json.JSONEncoder(separators=(",", ":"), sort_keys=True).encode
-_read_json = json.JSONDecoder().decode
 
 
 @dataclass(frozen=True)
@@ -84,13 +80,11 @@ _FIELDS = frozenset(item.name for item in fields(BlockHeader))
 
 def payload_checksum(payload: Iterable[memoryview]) -> str:
     """xxh3-128 of the runs in order, as hex."""
+    if isinstance(payload, list) and len(payload) == 1:
+        return xxhash.xxh3_128_hexdigest(payload[0])  # faster in one call than in a stream
     digest = xxhash.xxh3_128()
     for run in payload:
-        if _PIECE_BYTES < len(run) < _SMALL_RUN_BYTES:
-            for start in range(0, len(run), _PIECE_BYTES):
-                digest.update(run[start : start + _PIECE_BYTES])
-        else:
-            digest.update(run)
+        digest.update(run)
     return digest.hexdigest()
 
 
@@ -120,7 +114,15 @@ def header_bytes(first: bytes | memoryview) -> int:
     return -(-(_PREFIX.size + _prefix(first)[0]) // ALIGNMENT) * ALIGNMENT
 
 
-def decode(raw: bytes | memoryview) -> BlockHeader:
+def without_padding(raw: bytes | bytearray) -> bytes:
+    """What `decode` needs of header bytes.
+
+    Raises BlockFormatError when they are not the start of a block.
+    """
+    return bytes(raw[: _PREFIX.size + _prefix(raw)[0]])
+
+
+def decode(raw: bytes | bytearray | memoryview) -> BlockHeader:
     """Parse header bytes (padding and payload may follow).
 
     Raises BlockFormatError on anything but an intact header.
@@ -130,7 +132,7 @@ def decode(raw: bytes | memoryview) -> BlockHeader:
     if len(text) != length or xxhash.xxh3_64_intdigest(text) != checksum:
         raise BlockFormatError("block header: checksum does not match")
     try:
-        values: dict[str, Any] = _read_json(text.decode())
+        values: dict[str, Any] = from_json(text)
         if values["provenance"] is not None:
             values["provenance"] = Provenance(**values["provenance"])
         header = _from_fields(values)
@@ -148,7 +150,7 @@ def _from_fields(values: dict[str, Any]) -> BlockHeader:
     return header
 
 
-def _prefix(raw: bytes | memoryview) -> tuple[int, int]:
+def _prefix(raw: bytes | bytearray | memoryview) -> tuple[int, int]:
     """Length and checksum of the header text."""
     if len(raw) < _PREFIX.size:
         raise BlockFormatError("block header: truncated")

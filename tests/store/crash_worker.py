@@ -95,4 +95,8 @@ class Worker:
 
 
 if __name__ == "__main__":
-    Worker(Path(sys.argv[1]), sys.argv[2], sys.argv[3]).run()
+    root, name, seed = Path(sys.argv[1]), *sys.argv[2:]
+    (root / f"begun-{name}-{seed}").touch()
+    worker = Worker(root, name, seed)
+    (root / f"opened-{name}-{seed}").touch()
+    worker.run()

@@ -376,7 +376,7 @@ def test_a_block_whose_file_vanished_is_damage(tmp_path, open_store):
     assert store.stats().corrupt_blocks == 1
 
 
-@pytest.mark.parametrize("point", ["write", "publish", "put"])
+@pytest.mark.parametrize("point", ["announce", "write", "publish", "put"])
 def test_a_writer_that_dies_leaves_nothing(tmp_path, open_store, point):
     script = f"""
 import os, sys
@@ -385,28 +385,39 @@ from kvstore_xfer.store.testing import *
 def die(*_, **__): os._exit(0)
 real_put = index.Rows.put
 def die_before_commit(*arguments): real_put(*arguments); os._exit(0)
-{{"write": lambda: setattr(writer, "write_block", die),
- "publish": lambda: setattr(layout.Layout, "publish", die),
+def write_half(descriptor, *_): os.write(descriptor, bytes(100)); os._exit(0)
+{{"announce": lambda: setattr(layout.Layout, "create_payload", die),
+ "write": lambda: setattr(writer, "write_block", write_half),
+ "publish": lambda: setattr(writer.Writer, "_publish", die),
  "put": lambda: setattr(index.Rows, "put", die_before_commit)}}[{point!r}]()
 put(LocalStore(sys.argv[1], min_free_bytes=0), block_key(1), b"x")
 """
     run_python(script, tmp_path)
     assert len(list((tmp_path / "tmp").iterdir())) == 1
+    assert len(files(tmp_path)) == (point != "announce")
     store = open_store()
     assert list((tmp_path / "tmp").iterdir()) == files(tmp_path) == []
     assert present(store, [1]) == []
     assert fill_store(store, [1]) == [WriteStatus.STORED]
 
 
-def test_a_crash_after_the_commit_keeps_the_block(tmp_path, open_store):
+def announce(root, key):
+    """What a writer leaves that dies before it takes the announcement of this block back."""
+    generation = payload_file(root, key).name.rpartition(".")[2]
+    (root / "tmp" / ("0" * 32)).write_text(f"{generation} {key}\n")
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["index there", "index lost"])
+def test_a_crash_after_the_commit_keeps_the_block(tmp_path, open_store, lost):
     store = open_store()
     fill_store(store, [1])
-    path = payload_file(tmp_path, block_key(1))
-    os.link(path, tmp_path / "tmp" / path.name)  # the writer died before removing this name
+    announce(tmp_path, block_key(1))  # the writer died before taking this back
     store.close()
+    if lost:
+        shutil.rmtree(tmp_path / "index")
     store = open_store()
     assert list((tmp_path / "tmp").iterdir()) == []
-    assert get(store, block_key(1)).status is ReadStatus.OK
+    assert get(store, block_key(1)).payload == block_bytes(1, 4096)
 
 
 def test_a_removal_cut_short_is_finished_later(tmp_path, open_store, monkeypatch):
@@ -422,13 +433,28 @@ def test_a_removal_cut_short_is_finished_later(tmp_path, open_store, monkeypatch
 
 def test_the_sweep_leaves_the_file_of_a_living_writer(tmp_path, open_store):
     store = open_store()
-    name = payload_name(b"k", new_generation())
-    path, descriptor = tmp_path / "tmp" / name, store._folder.layout.create_temporary(name)
+    layout, key, generation = store._folder.layout, b"k", new_generation()
+    name = payload_name(key, generation)
+    with layout.announced([(key, generation)]):
+        os.close(layout.create_payload(name))
+        store._folder.sweep_temporaries()
+        store._folder.walk()  # an empty file: damage, were it nobody's
+        assert [path.name for path in files(tmp_path)] == [name]
+        (announcement,) = (tmp_path / "tmp").iterdir()
+        text = announcement.read_bytes()
+    assert text == b"%016x k\n" % generation
+    announcement.write_bytes(b"torn by a power cut\n" + text)
     store._folder.sweep_temporaries()
-    assert path.exists()
-    os.close(descriptor)
+    assert files(tmp_path) == list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_the_sweep_removes_what_an_earlier_version_left(tmp_path, open_store):
+    """It had whole blocks in there, under their final names."""
+    store = open_store()
+    (tmp_path / "tmp" / payload_name(b"k", new_generation())).write_bytes(bytes(9000))
+    (tmp_path / "tmp" / "not ours").touch()
     store._folder.sweep_temporaries()
-    assert not path.exists()
+    assert [path.name for path in (tmp_path / "tmp").iterdir()] == ["not ours"]
 
 
 # Folders that cannot be used
@@ -535,7 +561,10 @@ def test_a_disk_that_fills_while_publishing_gives_full(tmp_path, open_store, mon
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Layout, "publish", full)
+        patch.setattr(Layout, "create_payload", full)
+        assert fill_store(store, [1]) == [WriteStatus.FULL]
+    with monkeypatch.context() as patch:
+        patch.setattr(Layout, "announced", full)
         assert fill_store(store, [1]) == [WriteStatus.FULL]
     with monkeypatch.context() as patch:
         patch.setattr(

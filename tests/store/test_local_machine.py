@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvstore_xfer.store.base import ReadRequest, ReadStatus, WriteStatus
 from kvstore_xfer.store.local import LocalStore
 from kvstore_xfer.store.local.layout import Layout
+from kvstore_xfer.store.local.writer import Writer
 from kvstore_xfer.store.testing import block_bytes, block_key, get, write_request
 
 NUMBERS = st.integers(0, 7)
@@ -95,21 +96,18 @@ class LocalStoreMachine(RuleBasedStateMachine):
         self.store.close()
         self.store = LocalStore(self.root, min_free_bytes=0)
 
-    @rule(number=NUMBERS, version=VERSIONS, linked=st.booleans())
-    def crash_while_publishing(self, number, version, linked):
-        publish = Layout.publish
+    @rule(number=NUMBERS, version=VERSIONS, written=st.booleans())
+    def crash_while_publishing(self, number, version, written):
         request = write_request(block_key(number), block_bytes(version))
 
-        def die(layout, name):
-            if linked:
-                publish(layout, name)
+        def die(*_):
             raise CrashError
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Layout, "publish", die)
-            patch.setattr(
-                "kvstore_xfer.store.local.writer.os.unlink", lambda *_: None
-            )  # the dead remove nothing
+            patch.setattr(Writer, "_publish", die)
+            if not written:
+                patch.setattr("kvstore_xfer.store.local.writer.write_block", die)
+            patch.setattr(Layout, "remove_payload", lambda *_: None)  # the dead remove nothing
             with pytest.raises(CrashError):
                 self.store.write([request], overwrite=True)
         self.store._folder.sweep_temporaries()

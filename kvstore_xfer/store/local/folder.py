@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import stat
 import struct
 import threading
 import time
@@ -218,13 +217,10 @@ class Folder:
             logger.info("store %s: indexed %d blocks in %.1f s", self.layout.root, count, seconds)
 
     def sweep_temporaries(self) -> None:
-        """Remove what dead writers left, final names without an index entry included."""
-        for path, descriptor in self.layout.abandoned():
-            if parse_name(path.name) is None:
-                continue
-            status = os.fstat(descriptor)
-            if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
-                self._unpublish(path.name, descriptor)
+        """Remove what dead writers left: files that the index does not know."""
+        for path, blocks in self.layout.abandoned():
+            if blocks:
+                self._unpublish(blocks)
             with suppress(IsADirectoryError):  # a stray; not ours to empty
                 path.unlink(missing_ok=True)
 
@@ -352,7 +348,10 @@ class Folder:
         found = self.map(self._inspect, names)
 
         def work(rows: Rows) -> list[str]:
-            return [name for item in found if (name := self._adopt_one(rows, item))]
+            # Asked inside the transaction: who is not in progress now has come to its end before.
+            unfinished = self.layout.in_progress()
+            rest = [item for item in found if item.name not in unfinished]
+            return [name for item in rest if (name := self._adopt_one(rows, item))]
 
         self.unlink(self.update(work))
 
@@ -388,17 +387,14 @@ class Folder:
             return rows.put(found.key, found.entry)
         return None if known.generation == found.entry.generation else found.name
 
-    def _unpublish(self, name: str, descriptor: int) -> None:
-        try:
-            key = read_header(descriptor)[0].key.encode()
-        except BlockFormatError:
-            return
-
+    def _unpublish(self, blocks: Sequence[tuple[bytes, int]]) -> None:
         def work(rows: Rows) -> None:
-            entry = rows.get(key)
-            committed = entry is not None and payload_name(key, entry.generation) == name
-            if not committed and not rows.in_trash(name):
-                self.layout.remove_payload(name)
+            for key, generation in blocks:
+                name = payload_name(key, generation)
+                entry = rows.get(key)
+                committed = entry is not None and entry.generation == generation
+                if not committed and not rows.in_trash(name):
+                    self.layout.remove_payload(name)
 
         self.update(work)
 

@@ -8,14 +8,16 @@ path                   content
 ``lock``               empty; flock: shared while publishing, exclusive to change the index
 ``index/``             the LMDB environment
 ``blocks/ab/NAME``     one block; NAME is ``<sha256 of the key>.<generation>``
-``tmp/NAME``           a block on its way in; its writer holds a flock on it
+``tmp/NUMBER``         names of the blocks on their way in; their writer holds a flock on it
 ====================== =============================================================
 
 In a folder of format 1 blocks lie one level deeper, ``blocks/ab/cd/NAME``, which costs a folder for
 nearly every block; it stays so.
 
-A payload file never changes once it has its name: overwriting makes a new generation. Names are
-made of digests and numbers only, so no key can lead out of the folder.
+A block is written under its final name at once, and is there for others with its row in the index.
+Until then its name stands in a file in ``tmp/``: what a dead writer left unfinished is found there.
+A payload file never changes afterwards: overwriting makes a new generation. Names are made of
+digests and numbers only, so no key can lead out of the folder.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import random
 import re
 import secrets
 import stat
@@ -34,7 +37,7 @@ from typing import TYPE_CHECKING
 from kvstore_xfer.errors import BlockFormatError, StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 _FORMATS = {  # and the levels of folders that blocks lie in
@@ -43,6 +46,9 @@ _FORMATS = {  # and the levels of folders that blocks lie in
 }
 FORMAT = "kvstore_xfer local store, format 2"
 _NAME = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{16})")
+_ANNOUNCED = re.compile(rb"([0-9a-f]{16}) (\S+)")
+_NUMBER = re.compile(r"[0-9a-f]{32}")
+_ANNOUNCED_BYTES = 1 << 20  # more than a group of writes can have
 _OWN = frozenset({"format", "lock", "users", "lost+found"})
 _SAFELY = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _FAN_OUT = re.compile(r"[0-9a-f]{2}")
@@ -67,28 +73,43 @@ def parse_name(name: str) -> tuple[str, int] | None:
     return None if match is None else (match[1], int(match[2], 16))
 
 
-def open_regular(path: str | Path) -> tuple[int, int]:
-    """A descriptor for reading, and the file's length.
+def open_safely(path: str | Path) -> int:
+    """A descriptor for reading; without blocking: to open a pipe would wait for its writer.
 
-    Raises BlockFormatError when it is a pipe, a folder or the like. Without blocking: to open a
-    pipe would wait for its writer.
+    Raises BlockFormatError for a symbolic link.
     """
     try:
-        descriptor = os.open(path, _SAFELY)
+        return os.open(path, _SAFELY)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise BlockFormatError(f"{os.path.basename(path)} is a symbolic link") from None
         raise
+
+
+def refuse_irregular(descriptor: int, path: str | Path) -> int:
+    """The file's length. Raises BlockFormatError when it is a pipe, a folder or the like."""
     found = os.fstat(descriptor)
-    if stat.S_ISREG(found.st_mode):
-        return descriptor, found.st_size
-    os.close(descriptor)
-    raise BlockFormatError(f"{os.path.basename(path)} is not a regular file")
+    if not stat.S_ISREG(found.st_mode):
+        raise BlockFormatError(f"{os.path.basename(path)} is not a regular file")
+    return found.st_size
+
+
+def open_regular(path: str | Path) -> tuple[int, int]:
+    """A descriptor for reading, and the file's length.
+
+    Raises BlockFormatError when it is not a regular file.
+    """
+    descriptor = open_safely(path)
+    try:
+        return descriptor, refuse_irregular(descriptor, path)
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def new_generation() -> int:
     """Unique among all writers of a key, and later ones are larger."""
-    return time.time_ns() & ~0xFFFF | secrets.randbelow(1 << 16)
+    return time.time_ns() & ~0xFFFF | random.getrandbits(16)
 
 
 class Layout:
@@ -114,9 +135,8 @@ class Layout:
                 self._check_format()
                 for folder in (self.blocks, self.temporary, self.index):
                     folder.mkdir(exist_ok=True)
-            name = payload_name(b"", new_generation())
-            os.close(self.create_temporary(name))
-            os.unlink(self.staged(name))
+            with self.announced([]):
+                pass
         except OSError as error:
             raise self.unusable(error) from None
 
@@ -192,49 +212,57 @@ class Layout:
         with suppress(FileNotFoundError):
             os.unlink(self.payload(name))
 
-    def publish(self, name: str) -> None:
-        """Give a finished temporary file its final name as well.
-
-        The temporary name stays until the index entry is committed: a name in ``tmp/`` whose
-        writer is dead tells what a crash left unfinished.
-        """
-        temporary, final = self.staged(name), self.payload(name)
+    def create_payload(self, name: str) -> int:
+        """A new file for a block. Raises OSError."""
+        path = self.payload(name)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
-            os.link(temporary, final)
+            return os.open(path, flags, 0o644)
         except FileNotFoundError:
-            os.makedirs(os.path.dirname(final), exist_ok=True)
-            os.link(temporary, final)
-        except FileExistsError:
-            if not os.path.samefile(temporary, final):  # else: the transaction ran again
-                raise
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            return os.open(path, flags, 0o644)
 
-    def staged(self, name: str) -> str:
-        return f"{self._temporary}/{name}"
+    @contextmanager
+    def announced(self, blocks: Sequence[tuple[bytes, int]]) -> Iterator[None]:
+        """Say which keys and generations are about to be written, until that is done or undone.
 
-    def create_temporary(self, name: str) -> int:
-        """A new file that no sweep removes while its descriptor is open."""
-        path = self.staged(name)
-        while True:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if os.fstat(descriptor).st_nlink:
-                return descriptor
-            os.close(descriptor)  # a sweep saw it between the open and the lock
+        After OSError the announcement stays, for the sweep to finish.
+        """
+        path = f"{self._temporary}/{secrets.token_hex(16)}"
+        descriptor = _create_locked(path)
+        try:
+            text = b"".join(b"%016x %s\n" % (generation, key) for key, generation in blocks)
+            if os.write(descriptor, text) < len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+            yield
+            os.unlink(path)
+        finally:
+            os.close(descriptor)
 
-    def abandoned(self) -> Iterator[tuple[Path, int]]:
-        """Temporary files whose writer is dead, each with an open, locked descriptor."""
+    def abandoned(self) -> Iterator[tuple[Path, list[tuple[bytes, int]]]]:
+        """Announcements whose writer is dead, locked, with their keys and generations."""
         for entry in list(os.scandir(self.temporary)):
-            try:
-                descriptor = os.open(entry.path, _SAFELY)
-            except OSError:
+            if not _NUMBER.fullmatch(entry.name) and parse_name(entry.name) is None:
+                continue  # the latter from an earlier version, which had the block in here
+            with _try_lock(entry.path, fcntl.LOCK_EX) as descriptor:
+                if descriptor is not None:
+                    yield self.temporary / entry.name, _announced_in(descriptor)
+
+    def in_progress(self) -> set[str]:
+        """Names of blocks whose writer lives and has not told the index yet."""
+        names: set[str] = set()
+        for entry in list(os.scandir(self.temporary)):
+            if not _NUMBER.fullmatch(entry.name):
                 continue
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                yield self.temporary / entry.name, descriptor
-            except BlockingIOError:
-                continue
-            finally:
+            # Shared: two that ask at once must not take each other for a writer.
+            with _try_lock(entry.path, fcntl.LOCK_SH) as descriptor:
+                if descriptor is not None:
+                    continue
+            with suppress(OSError, BlockFormatError):
+                descriptor, _ = open_regular(entry.path)
+                names |= {payload_name(*block) for block in _announced_in(descriptor)}
                 os.close(descriptor)
+        return names
 
     def payloads(self) -> Iterator[tuple[float, list[str]]]:
         """All payload names, one folder at a time, with the share of the walk done."""
@@ -252,6 +280,46 @@ class Layout:
     def free_bytes(self) -> int:
         usage = os.statvfs(self.root)
         return usage.f_bavail * usage.f_frsize
+
+
+def _create_locked(path: str) -> int:
+    """A new file that no sweep removes while its descriptor is open."""
+    while True:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)  # a sweep saw it between the open and the lock
+
+
+@contextmanager
+def _try_lock(path: str, lock: int) -> Iterator[int | None]:
+    """A locked descriptor for reading; None when another has the lock or there is nothing."""
+    try:
+        descriptor = os.open(path, _SAFELY)
+    except OSError:
+        yield None
+        return
+    try:
+        fcntl.flock(descriptor, lock | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        yield None
+        return
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _announced_in(descriptor: int) -> list[tuple[bytes, int]]:
+    """Keys and generations; what a power cut left of a line is skipped."""
+    try:
+        lines = os.pread(descriptor, _ANNOUNCED_BYTES, 0).split(b"\n")
+    except OSError:  # a stray
+        return []
+    found = [_ANNOUNCED.fullmatch(line) for line in lines]
+    return [(match[2], int(match[1], 16)) for match in found if match]
 
 
 def _subfolders(folder: Path) -> list[str]:

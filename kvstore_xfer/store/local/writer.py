@@ -1,7 +1,7 @@
-"""Blocks from the callers' memory into files: make room, stage, publish.
+"""Blocks from the callers' memory into files: make room, announce, write, publish.
 
-A block becomes visible with the commit of its index entry. Before that its complete file lies
-under a temporary name, so nobody ever sees half a block.
+A block becomes visible with the commit of its index entry, after its file is complete: nobody ever
+sees half a block.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import time
-from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import lmdb
@@ -36,12 +35,11 @@ _ATTEMPTS = 4
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
-class _Staged(NamedTuple):
-    """A complete temporary file; its open descriptor keeps it from the sweep."""
+class _Written(NamedTuple):
+    """A complete file that the index does not know yet."""
 
     plan: Plan
     name: str
-    descriptor: int
     entry: Entry
 
 
@@ -68,7 +66,7 @@ class Writer:
     def _write_group(self, group: list[Plan]) -> None:
         plans = group if self._overwrite else self._absent(group)
         if self._make_room(sum(plan.size for plan in plans)):
-            self._stage_and_publish(plans)
+            self._write_and_publish(plans)
         elif len(plans) > 1:
             for plan in plans:
                 self._write_group([plan])
@@ -86,41 +84,54 @@ class Writer:
                 absent.append(plan)
         return absent
 
-    def _stage_and_publish(self, plans: list[Plan]) -> None:
-        staged: list[_Staged] = []
-        sizes = [plan.size for plan in plans]
-        outcomes = self._folder.map(lambda plan: _stage(self._folder, plan), plans, sizes)
-        for plan, outcome in zip(plans, outcomes, strict=True):
+    def _write_and_publish(self, plans: list[Plan]) -> None:
+        if not plans:
+            return
+        planned = [(plan, new_generation()) for plan in plans]
+        announcement = [(plan.key, generation) for plan, generation in planned]
+        try:
+            with self._folder.layout.announced(announcement):
+                self._write_announced(planned)
+        except OSError as error:
+            unknown = [p for p in plans if self.statuses[p.position] is WriteStatus.ERROR]
+            self._set(unknown, _failure(error))
+
+    def _write_announced(self, planned: list[tuple[Plan, int]]) -> None:
+        sizes = [plan.size for plan, _ in planned]
+        outcomes = self._folder.map(lambda item: _write_file(self._folder, *item), planned, sizes)
+        written: list[_Written] = []
+        for (plan, _), outcome in zip(planned, outcomes, strict=True):
             if isinstance(outcome, WriteStatus):
                 self._set([plan], outcome)
             else:
-                staged.append(outcome)
+                written.append(outcome)
+        published: set[str] = set()
         try:
-            self._publish(staged)
+            self._publish(written, published)
         finally:
-            for item in staged:
-                with suppress(OSError):  # the next sweep tries again
-                    os.unlink(self._folder.layout.staged(item.name))
-                os.close(item.descriptor)
+            for item in written:
+                if item.name not in published:
+                    self._folder.layout.remove_payload(item.name)
 
-    def _publish(self, staged: list[_Staged]) -> None:
+    def _publish(self, written: list[_Written], published: set[str]) -> None:
+        """Fills in the names that the index knows afterwards."""
         for _ in range(_ATTEMPTS):
-            if not staged:
+            if not written:
                 return
-            batch = _Publication(self._folder, staged, self._max_bytes, overwrite=self._overwrite)
+            batch = _Publication(self._folder, written, self._max_bytes, overwrite=self._overwrite)
             try:
                 replaced = self._folder.update(batch.run)
             except FAILURES as error:
-                batch.undo()
-                self._set([item.plan for item in staged], _failure(error))
+                self._set([item.plan for item in written], _failure(error))
                 return
+            published |= {item.name for item in batch.stored}
             self._folder.unlink(replaced)
             self._set([item.plan for item in batch.stored], WriteStatus.STORED)
             self._set([item.plan for item in batch.present], WriteStatus.EXISTS)
-            staged = batch.left_over  # other writers took the room meanwhile
-            if not self._make_room(sum(item.entry.size for item in staged)):
+            written = batch.left_over  # other writers took the room meanwhile
+            if not self._make_room(sum(item.entry.size for item in written)):
                 break
-        self._set([item.plan for item in staged], WriteStatus.FULL)
+        self._set([item.plan for item in written], WriteStatus.FULL)
 
     def _make_room(self, incoming: int) -> bool:
         """Evict until `incoming` bytes fit under the cap and above the free-space floor."""
@@ -152,31 +163,26 @@ class Writer:
 
 
 class _Publication:
-    """One transaction that makes staged files visible. `run` may be called twice."""
+    """One transaction that makes written files visible. `run` may be called twice."""
 
     def __init__(
-        self, folder: Folder, staged: list[_Staged], max_bytes: int, *, overwrite: bool
+        self, folder: Folder, written: list[_Written], max_bytes: int, *, overwrite: bool
     ) -> None:
         self._folder = folder
-        self._staged = staged
+        self._written = written
         self._max_bytes = max_bytes
         self._overwrite = overwrite
-        self.stored: list[_Staged] = []
-        self.present: list[_Staged] = []
-        self.left_over: list[_Staged] = []
+        self.stored: list[_Written] = []
+        self.present: list[_Written] = []
+        self.left_over: list[_Written] = []
 
     def run(self, rows: Rows) -> list[str]:
         """Names of the payloads that were replaced."""
         self.stored, self.present, self.left_over = [], [], []
-        replaced = [self._publish_one(rows, item) for item in self._staged]
+        replaced = [self._publish_one(rows, item) for item in self._written]
         return [name for name in replaced if name]
 
-    def undo(self) -> None:
-        """Take the final names back after a failed commit."""
-        for item in self.stored:
-            self._folder.layout.remove_payload(item.name)
-
-    def _publish_one(self, rows: Rows, item: _Staged) -> str | None:
+    def _publish_one(self, rows: Rows, item: _Written) -> str | None:
         present = rows.get(item.plan.key)
         if present and not self._overwrite and _has_file(self._folder, item.plan.key, present):
             self.present.append(item)
@@ -184,13 +190,12 @@ class _Publication:
         if rows.totals.used + item.entry.size > self._max_bytes:
             self.left_over.append(item)
             return None
-        self._folder.layout.publish(item.name)
         self.stored.append(item)
         return rows.put(item.plan.key, item.entry)
 
 
 def _groups(plans: list[Plan], group_bytes: int) -> Iterator[list[Plan]]:
-    """Runs of plans that are staged together, so that what is in flight stays bounded."""
+    """Runs of plans that are written together, so that what is in flight stays bounded."""
     group: list[Plan] = []
     size = 0
     for plan in plans:
@@ -203,23 +208,22 @@ def _groups(plans: list[Plan], group_bytes: int) -> Iterator[list[Plan]]:
         yield group
 
 
-def _stage(folder: Folder, plan: Plan) -> _Staged | WriteStatus:
-    generation = new_generation()
+def _write_file(folder: Folder, plan: Plan, generation: int) -> _Written | WriteStatus:
     name = payload_name(plan.key, generation)
     try:
-        descriptor = folder.layout.create_temporary(name)
-    except OSError as error:
-        return _failure(error)
-    try:
-        length = write_block(descriptor, plan.header, plan.runs)
+        descriptor = folder.layout.create_payload(name)
+        try:
+            length = write_block(descriptor, plan.header, plan.runs)
+        except (OSError, EOFError, BlockFormatError):
+            folder.layout.remove_payload(name)
+            raise
+        finally:
+            os.close(descriptor)
     except (OSError, EOFError, BlockFormatError) as error:
-        with suppress(OSError):  # the next sweep tries again
-            os.unlink(folder.layout.staged(name))
-        os.close(descriptor)
         return _failure(error)
     header = plan.header
     entry = Entry(generation, length, header.payload_bytes, header.created, time.time_ns())
-    return _Staged(plan, name, descriptor, entry)
+    return _Written(plan, name, entry)
 
 
 def _has_file(folder: Folder, key: bytes, entry: Entry) -> bool:
