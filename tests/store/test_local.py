@@ -17,7 +17,7 @@ import pytest
 from kvstore_xfer.blocks.header import BlockHeader
 from kvstore_xfer.blocks.key import BlockKey
 from kvstore_xfer.errors import StoreError
-from kvstore_xfer.store.base import ReadStatus, WriteRequest, WriteStatus
+from kvstore_xfer.store.base import ReadRequest, ReadStatus, WriteRequest, WriteStatus
 from kvstore_xfer.store.local import LocalStore, environment, folder, index
 from kvstore_xfer.store.local.layout import Layout, new_generation, payload_name
 from kvstore_xfer.store.testing import (
@@ -236,6 +236,23 @@ def test_a_folder_that_goes_away_and_comes_back_is_used_again(tmp_path):
 
 
 # Sharing
+
+
+def test_a_block_that_is_finished_while_a_walk_looks_at_it_stays(open_store, monkeypatch):
+    store = open_store()
+    assert store.write([write_request(block_key(0), b"whole")]) == [WriteStatus.STORED]
+    folder = store._folder
+    whole, looks = folder._inspect, []
+
+    def half_written_at_first(name):
+        looks.append(name)
+        return whole(name) if len(looks) > 1 else whole(name)._replace(key=b"", entry=None)
+
+    monkeypatch.setattr(folder, "_inspect", half_written_at_first)
+    folder.walk()
+    assert len(looks) == 2
+    (result,) = store.read([ReadRequest(block_key(0))])
+    assert (result.status, result.payload) == (ReadStatus.OK, b"whole")
 
 
 def test_two_stores_of_one_process_share_the_folder(tmp_path, open_store):

@@ -351,6 +351,8 @@ class Folder:
             # Asked inside the transaction: who is not in progress now has come to its end before.
             unfinished = self.layout.in_progress()
             rest = [item for item in found if item.name not in unfinished]
+            # What was half there then may be whole, and known, by now.
+            rest = [item if item.entry else self._inspect(item.name) for item in rest]
             return [name for item in rest if (name := self._adopt_one(rows, item))]
 
         self.unlink(self.update(work))
