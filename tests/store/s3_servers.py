@@ -48,17 +48,27 @@ def s3_server(folder):
         server.kill()
 
 
+class _Http(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128  # as many may connect at once
+
+
 class Proxy:
     """Passes requests on to the server, failing as it is told.
 
-    `failures`: so many answers from now on are a 500. `body_seconds`: an answer's body takes this
-    long. `requests` lists the methods that came.
+    `failures`: so many answers from now on are a 500, as are all of paths with `broken` in them.
+    `think_seconds`: nothing is done about a
+    request for so long. `body_seconds`: an answer's body takes this long. `requests` lists the
+    methods that came; `most_at_once` is how many were under way together.
     """
 
     def __init__(self, server):
         self.failures = 0
-        self.body_seconds = 0.0
+        self.broken = None
+        self.think_seconds = self.body_seconds = 0.0
         self.requests = []
+        self.under_way = self.most_at_once = 0
+        self._counting = threading.Lock()
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -68,21 +78,35 @@ class Proxy:
                 pass
 
             def _pass_on(self):
-                proxy.pass_on(self, server)
+                with proxy.counted():
+                    proxy.pass_on(self, server)
 
         for method in ("GET", "PUT", "POST", "HEAD", "DELETE"):
             setattr(Handler, f"do_{method}", Handler._pass_on)
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http = _Http(("127.0.0.1", 0), Handler)
         self.endpoint = f"http://127.0.0.1:{self._http.server_port}"
         self._thread = threading.Thread(target=self._http.serve_forever, daemon=True)
         self._thread.start()
+
+    @contextlib.contextmanager
+    def counted(self):
+        with self._counting:
+            self.under_way += 1
+            self.most_at_once = max(self.most_at_once, self.under_way)
+        try:
+            yield
+        finally:
+            with self._counting:
+                self.under_way -= 1
 
     def pass_on(self, handler, server):
         self.requests.append(handler.command)
         length = int(handler.headers.get("content-length") or 0)
         body = handler.rfile.read(length)
-        if self.failures > 0:
-            self.failures -= 1
+        time.sleep(self.think_seconds)
+        broken = self.broken is not None and self.broken in handler.path
+        if self.failures > 0 or broken:
+            self.failures -= not broken
             return self._answer(handler, 500, [], b"<Error><Code>InternalError</Code></Error>")
         headers = {k: v for k, v in handler.headers.items() if k.lower() != "host"}
         headers.setdefault("Content-Type", "application/octet-stream")  # urllib would say: a form

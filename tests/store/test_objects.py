@@ -1,5 +1,6 @@
 """Blocks in object storage: the conformance suite against a real S3 API server, and its faults."""
 
+import threading
 import time
 from urllib.parse import quote
 
@@ -7,9 +8,17 @@ import pytest
 import s3_servers
 
 from kvstore_xfer.errors import ConfigError, StoreError
-from kvstore_xfer.store.base import ReadStatus, WriteStatus
+from kvstore_xfer.store.base import ReadRequest, ReadStatus, WriteStatus
+from kvstore_xfer.store.remote import store as remote_store
 from kvstore_xfer.store.remote.objects_url import options_of
-from kvstore_xfer.store.testing import BlockStoreTests, block_bytes, block_key, get, put
+from kvstore_xfer.store.testing import (
+    BlockStoreTests,
+    block_bytes,
+    block_key,
+    get,
+    put,
+    write_request,
+)
 from kvstore_xfer.store.url import check_url, open_store
 
 
@@ -112,6 +121,49 @@ def test_a_slow_body_costs_the_time_out_and_no_more(proxy, tmp_path):
         assert time.monotonic() - start < 1.5
         proxy.body_seconds = 0.0
         assert get(store, block_key(1)).payload == block_bytes(1)
+
+
+def test_a_batch_is_under_way_together(proxy, tmp_path, monkeypatch):
+    monkeypatch.setattr(remote_store, "LOOKUP_SECONDS", 20.0)
+    keys = [block_key(n) for n in range(64)]
+    payloads = [block_bytes(n) for n in range(64)]
+    requests = [write_request(key, payload) for key, payload in zip(keys, payloads, strict=True)]
+    with open_at(proxy.endpoint, tmp_path, "&timeout=20s") as store:
+        calls = {
+            "write": lambda: set(store.write(requests, overwrite=True)) == {WriteStatus.STORED},
+            "exists": lambda: all(store.exists(keys)),
+            "read": lambda: (
+                [r.payload for r in store.read(list(map(ReadRequest, keys)))] == payloads
+            ),
+            "delete": lambda: all(store.delete(keys)),
+        }
+        proxy.think_seconds = 0.2
+        for name, call in calls.items():
+            proxy.most_at_once = 0
+            assert call(), name
+            assert proxy.most_at_once > 16, name
+
+
+def test_one_failing_object_fails_alone(proxy, tmp_path):
+    with open_at(proxy.endpoint, tmp_path) as store:
+        store.write([write_request(block_key(n), block_bytes(n)) for n in range(8)])
+        proxy.broken = f"{5:064x}"
+        results = store.read([ReadRequest(block_key(n)) for n in range(8)])
+        assert [n for n, r in enumerate(results) if r.status is ReadStatus.ERROR] == [5]
+        assert [r.payload for r in results[:5]] == [block_bytes(n) for n in range(5)]
+        proxy.broken = None
+        assert get(store, block_key(5)).payload == block_bytes(5)
+
+
+def test_closing_ends_what_it_started(proxy, tmp_path):
+    store = open_at(proxy.endpoint, tmp_path)
+    store.exists([block_key(n) for n in range(64)])
+    threads = [t for t in threading.enumerate() if t.name.startswith("kvxfer-remote")]
+    assert threads
+    store.close()
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_a_missing_bucket_or_server_is_one_line(server):

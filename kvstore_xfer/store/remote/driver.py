@@ -46,8 +46,13 @@ class Capacity(NamedTuple):
 class Driver(Protocol):
     """Batches of keys or frames; one answer an item, in order. Every call may raise RemoteError.
 
-    Called from several threads at once, with keys that are valid block keys.
+    Called from several threads at once, with keys that are valid block keys. A batch is shared
+    among at most `parallel` threads: few where the driver sends its part in one exchange, many
+    where every item is an exchange of its own.
     """
+
+    @property
+    def parallel(self) -> int: ...
 
     def exists(self, keys: Sequence[str]) -> list[bool]: ...
 

@@ -37,6 +37,8 @@ _PAUSE_SECONDS = 0.02
 class MooncakeDriver:
     """See the module docstring. Raises RemoteError when the master cannot be reached."""
 
+    parallel = 8
+
     def __init__(self, options: MooncakeOptions) -> None:
         self._options = options
         host, port = options.master

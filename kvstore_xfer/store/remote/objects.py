@@ -2,7 +2,8 @@
 
 One object a block, ``<prefix>/<block key>``: a put makes it visible as a whole. Without overwrite
 the put is conditional (``If-None-Match: *``); objects above `part_size` are sent as multipart
-uploads, which cannot be conditional, after a look whether the block is there.
+uploads, which cannot be conditional, after a look whether the block is there. Every key is an
+exchange of its own, so many are under way at once; the client lets other threads run meanwhile.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ _LISTED = 1000
 
 class ObjectDriver:
     """See the module docstring. Raises RemoteError when the bucket cannot be listed."""
+
+    parallel = 64
 
     def __init__(self, options: ObjectOptions) -> None:
         self._part_bytes = options.part_bytes

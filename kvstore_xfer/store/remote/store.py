@@ -40,7 +40,6 @@ _log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_SECONDS = 5.0
 LOOKUP_SECONDS = 1.0  # at most, for what an engine's scheduler waits for
-_THREADS = 8
 _LOOKS = 8
 _WAVE_ITEMS = 64
 _WAVE_BYTES = 256 << 20  # in flight at once, beside the callers' own memory
@@ -52,7 +51,8 @@ class _Link:
     def __init__(self, connect: Callable[[], Driver]) -> None:
         self.pid = os.getpid()
         self.driver = connect()
-        self.pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvxfer-remote")
+        self.parallel = self.driver.parallel
+        self.pool = ThreadPoolExecutor(self.parallel, thread_name_prefix="kvxfer-remote")
 
     def close(self) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)
@@ -239,7 +239,7 @@ class RemoteStore(BlockStore):
         if seconds <= 0 or not self._breaker.allows():
             raise RemoteError(f"store {self.name!r}: not asked; it has failed too often")
         deadline = time.monotonic() + seconds
-        size = -(-len(items) // _THREADS)
+        size = -(-len(items) // link.parallel)
         slices = [items[at : at + size] for at in range(0, len(items), size)]
         try:
             futures = [link.pool.submit(work, link.driver, part) for part in slices]

@@ -51,6 +51,8 @@ _FIXED_FIELDS = (b"h", b"m", b"v")
 class ValkeyDriver:
     """See the module docstring. Raises RemoteError when the server cannot be reached."""
 
+    parallel = 8
+
     def __init__(self, options: ValkeyOptions) -> None:
         self._prefix = options.prefix
         self._part_bytes = options.part_bytes
