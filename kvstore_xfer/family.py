@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
 from kvstore_xfer.gate.record import Thresholds
-from kvstore_xfer.tier.policy import Direction, Policy
+from kvstore_xfer.tier.policy import READ_SECONDS, Direction, Policy
 from kvstore_xfer.yaml_file import Strict, load_yaml
 
 if TYPE_CHECKING:
@@ -135,6 +135,12 @@ class Family(Strict):
     pairs: list[PairEntry] = Field(default=[])
     metrics: MetricsEntry | None = None
     gate: GateEntry | None = None
+    read_seconds: float = Field(
+        default=READ_SECONDS,
+        gt=0,
+        description="Longest time that one read of stored blocks may hold an engine; what a store "
+        "on the network has not sent by then is a miss.",
+    )
 
     @model_validator(mode="after")
     def _names_exist_once(self) -> Family:

@@ -297,6 +297,7 @@ class Attachments:
                 engine.block_shape,
                 (),
                 layout=engine.layout or (),
+                read_seconds=family.read_seconds,
             )
         if self._gauges is not None:
             tier.store_is_down = self._gauges.is_down

@@ -154,6 +154,7 @@ def _plain_tier(family: Family, folder: Path, engine: Engine) -> Tier:
         (),
         layout=engine.layout or (),
         owns_store=True,
+        read_seconds=family.read_seconds,
     )
     export(tier, store, family, family.store.partition(":")[0])
     return tier

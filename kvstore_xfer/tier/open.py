@@ -136,6 +136,7 @@ def open_tier(
         pairs,
         layout=engine.layout or (),
         owns_store=store is None,
+        read_seconds=family.read_seconds,
     )
     if store is None:
         export(tier, used, family, family.store.partition(":")[0])

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvstore_xfer.models.description import ModelDescription
 
+READ_SECONDS = 2.0  # one read of stored blocks: longer, and computing them is often faster
+
 
 class Direction(str, Enum):
     """From a small to a large model (up), the other way (down), or between equals."""

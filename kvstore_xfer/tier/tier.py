@@ -9,6 +9,8 @@
     write  the engine's page -> store, as native; derived blocks of the same hash give way
 
 Nothing here raises into an engine: whatever goes wrong is a miss with a reason, and a counter.
+Nor does it wait: `find` takes a second at most, `read` as long as the tier and the pair's policy
+allow, on any store that waits for others.
 `find` decides from the store alone, so that all ranks of a tensor-parallel group reach the same
 verdict. All methods may be called from several threads at once.
 """
@@ -34,8 +36,10 @@ from kvstore_xfer.blocks.key import FORMAT, NATIVE, UNPLACED, BlockKey
 from kvstore_xfer.blocks.page import KvPage, byte_view
 from kvstore_xfer.outcome import Outcome, Reason
 from kvstore_xfer.store.base import ReadRequest, WriteRequest, WriteStatus
+from kvstore_xfer.store.deadline import within
 from kvstore_xfer.tier.background import BackgroundWriter
 from kvstore_xfer.tier.plan import BlockPlan, Planner, after_gap, own_after_gap, still_allowed
+from kvstore_xfer.tier.policy import READ_SECONDS
 from kvstore_xfer.tier.result import BlockResult, has_shape, read_failure, results_as_planned
 from kvstore_xfer.tier.sources import SourceBlocks, SourceReader
 from kvstore_xfer.tier.stages import Stages
@@ -59,6 +63,7 @@ _GROUP_TOKENS = 1024  # converted together: large enough for the matrix units, s
 _QUEUE_BLOCKS = 1024  # derived blocks waiting to be stored; beyond that they are dropped, counted
 _QUEUE_BYTES = 1 << 30  # together; a block of 256 tokens of a large model takes 64 MiB
 _QUEUE_BLOCKS_AT_LEAST = 4
+_FIND_SECONDS = 1.0
 
 
 class Tier:
@@ -78,6 +83,9 @@ class Tier:
         The siblings that may serve, in order of preference.
     layout
         The shards of all ranks of this engine; a block that one of them lacks is not found.
+    read_seconds
+        Longest time that one read may wait for stored blocks, native and derived; conversions have
+        their policy's.
 
     `store_is_down`, when set, tells misses of a store that does not work from those of blocks that
     are not there.
@@ -94,11 +102,13 @@ class Tier:
         *,
         layout: Sequence[Shard] = (),
         owns_store: bool = False,
+        read_seconds: float = READ_SECONDS,
     ) -> None:
         self.name, self.identity, self.shape = name, identity, shape
         self.pairs = tuple(pairs)
         self._store = store
         self._owns_store = owns_store
+        self._read_seconds = read_seconds
         self._shard = str(shard)
         self._shards = tuple(dict.fromkeys(str(part) for part in layout))
         self._planner = self._make_planner()
@@ -141,16 +151,16 @@ class Tier:
         if whole_prompt:
             self._lookup_started()
         started = time.perf_counter()
-        try:
-            plans = self._find(hashes, whole_prompt=whole_prompt, gaps=gaps)
-        except Exception:  # noqa: BLE001 - nothing may raise into an engine
-            self._failed("find")
-            plans = [BlockPlan(Outcome.MISSED, Reason.STORE_ERROR)] * len(hashes)
-        if self.store_is_down():  # its index may know nothing of it
-            plans = [
-                replace(p, reason=Reason.STORE_ERROR) if p.reason is Reason.ABSENT else p
-                for p in plans
-            ]
+        with within(_FIND_SECONDS) as deadline:
+            try:
+                plans = self._find(hashes, whole_prompt=whole_prompt, gaps=gaps)
+            except Exception:  # noqa: BLE001 - nothing may raise into an engine
+                self._failed("find")
+                plans = [BlockPlan(Outcome.MISSED, Reason.STORE_ERROR)] * len(hashes)
+        if deadline.missed:
+            plans = _absent_for(Reason.BUDGET, plans)
+        elif deadline.unanswered or self.store_is_down():  # its index may know nothing of it
+            plans = _absent_for(Reason.STORE_ERROR, plans)
         self._stages.observe("find", time.perf_counter() - started)
         return plans
 
@@ -321,11 +331,14 @@ class Tier:
         if not requests:
             return []
         started = time.perf_counter()
-        answers = self._store.read(requests)
+        with within(self._read_seconds) as deadline:
+            answers = self._store.read(requests)
         size = len(requests) * self.shape.payload_bytes
         self._stages.observe("read", time.perf_counter() - started, size)
         for i, read in zip(indices, answers, strict=True):
             reason = read_failure(read.status)
+            if reason is Reason.STORE_ERROR and deadline.missed:
+                reason = Reason.BUDGET
             if reason is None and (read.header is None or not has_shape(read.header, self.shape)):
                 reason = Reason.SHAPE_MISMATCH
             if reason is not None:
@@ -349,17 +362,17 @@ class Tier:
         made: list[Callable[[], None]] = []
         started = time.monotonic()
         origin = None if first_block is None else first_block * self.identity.block_tokens
-        ahead = [self._ahead.submit(self._sources.read, g, plans, origin) for g in groups[:1]]
+        ahead = [self._read_ahead(g, plans, origin, started) for g in groups[:1]]
         for number, group in enumerate(groups):
             pair = plans[group[0]].pair
             if pair is None or pair.converter is None:
                 break
-            read = _within(ahead.pop(), started + pair.policy.budget_seconds)
+            read = _by(ahead.pop(), started + pair.policy.budget_seconds)
             if read is None:
                 results += [(i, BlockResult(Outcome.DECLINED, Reason.BUDGET)) for i in group]
                 break
             ahead += [
-                self._ahead.submit(self._sources.read, g, plans, read.origin)
+                self._read_ahead(g, plans, read.origin, started)
                 for g in groups[number + 1 : number + 2]
             ]
             members = group[: read.count]
@@ -376,6 +389,19 @@ class Tier:
             if not self._writer.submit(job):
                 self._wrote("derived", "dropped")
         return _complete(results, indices)
+
+    def _read_ahead(
+        self, group: list[int], plans: Sequence[BlockPlan], origin: int | None, started: float
+    ) -> Future[SourceBlocks]:
+        """On the other thread; one that nobody waits for any more ends, and makes room."""
+
+        def read() -> SourceBlocks:
+            pair = plans[group[0]].pair
+            budget = 0.0 if pair is None else pair.policy.budget_seconds
+            with within(started + budget - time.monotonic()):
+                return self._sources.read(group, plans, origin)
+
+        return self._ahead.submit(read)
 
     def _convert_group(
         self,
@@ -532,7 +558,12 @@ def _alike_until(plans: Sequence[BlockPlan], results: list[BlockResult], start: 
     return end
 
 
-def _within(future: Future[SourceBlocks], deadline: float) -> SourceBlocks | None:
+def _absent_for(reason: Reason, plans: list[BlockPlan]) -> list[BlockPlan]:
+    """Of what was not found it is not known that it is not there."""
+    return [replace(p, reason=reason) if p.reason is Reason.ABSENT else p for p in plans]
+
+
+def _by(future: Future[SourceBlocks], deadline: float) -> SourceBlocks | None:
     """The result, None when it is not there by the deadline (of `time.monotonic`)."""
     left = min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
     try:

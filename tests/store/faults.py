@@ -5,7 +5,8 @@
 
 Every scenario counts calls, wrong bytes (a read that is OK and returns anything but what was
 written) and unreported losses (a block whose write was confirmed, that nothing removed, and that
-reads as missing), and the longest call in seconds.
+reads as missing), and the longest call in seconds. Scenarios of a tier count its `find` and `read`
+of native blocks instead; a confirmed block that it calls absent is a loss.
 """
 
 import argparse
@@ -23,14 +24,21 @@ from urllib.parse import quote
 sys.path.insert(0, str(Path(__file__).parent))
 
 import s3_servers
+import torch
 import valkey_servers
 
+from kvstore_xfer.blocks.identity import Identity
+from kvstore_xfer.blocks.key import Shard
+from kvstore_xfer.blocks.page import KvPage, KvShape
+from kvstore_xfer.outcome import Reason
 from kvstore_xfer.store.base import ReadRequest, ReadStatus, WriteStatus
 from kvstore_xfer.store.local import LocalStore, folder
 from kvstore_xfer.store.testing import block_bytes, block_key, write_request
 from kvstore_xfer.store.url import open_store
+from kvstore_xfer.tier.tier import Tier
 
 SIZE = 40_000
+SHAPE = KvShape(2, 16, 4, 32, 32, torch.float32)
 
 
 class Count:
@@ -84,6 +92,72 @@ class Count:
             "longest call": self.longest,
             "statuses": dict(sorted(self.statuses.items())),
         }
+
+
+class TierCount:
+    """The same for a tier over one store: prompts of four native blocks, the store's defaults."""
+
+    def __init__(self, store, chance):
+        identity = Identity("weights", "tokenizer", "float32", SHAPE.tokens, "test")
+        self.tier = Tier(store, "model", identity, Shard(0, 4, 0, 2), SHAPE, [])
+        self.chance = chance
+        self.confirmed = set()
+        self.wrong = self.lost = self.calls = 0
+        self.longest = 0.0
+        self.reasons = Counter()
+
+    timed = Count.timed
+
+    @staticmethod
+    def prompt(number):
+        names = [f"{number:032x}{block:032x}" for block in range(4)]
+        return names, [page_of(4 * number + block) for block in range(4)]
+
+    def write(self, number):
+        names, pages = self.prompt(number)
+        done = (WriteStatus.STORED, WriteStatus.EXISTS)
+        if all(status in done for status in self.tier.write(names, pages, 0)):
+            self.confirmed.add(number)
+
+    def ask(self, number):
+        names, expected = self.prompt(number)
+        plans = self.timed(self.tier.find, names)
+        pages = [KvPage.empty(SHAPE) for _ in names]
+        results = self.timed(self.tier.read, plans, pages)
+        for result, page, right in zip(results, pages, expected, strict=True):
+            self.reasons[result.reason.value] += 1
+            equal = torch.equal(page.keys, right.keys) and torch.equal(page.values, right.values)
+            self.wrong += result.served and not equal
+            self.lost += result.reason is Reason.ABSENT and number in self.confirmed
+        return all(result.served for result in results)
+
+    def until_served(self):
+        """Everything confirmed, when the faults are over."""
+        end = time.monotonic() + 60
+        for number in sorted(self.confirmed):
+            while not self.ask(number):
+                if time.monotonic() > end:
+                    self.lost += 1
+                    break
+                time.sleep(0.1)
+
+    def figures(self):
+        self.tier.close()
+        return {
+            "calls": self.calls,
+            "wrong bytes": self.wrong,
+            "unreported losses": self.lost,
+            "longest call": self.longest,
+            "reasons": dict(sorted(self.reasons.items())),
+        }
+
+
+def page_of(number):
+    page = KvPage.empty(SHAPE)
+    generator = torch.Generator().manual_seed(number)
+    for part in (page.keys, page.values):
+        part.copy_(torch.randn(part.shape, generator=generator))
+    return page
 
 
 def power_cut(work, rounds, chance):
@@ -263,6 +337,52 @@ def s3_faults(work, seconds, chance):
             return count.figures()
 
 
+def tier_on_s3(work, seconds, chance):
+    """Native blocks of a tier: 500s, answers that are late, bodies that do not end."""
+    os.environ.update(s3_servers.LOGIN)
+    with s3_servers.s3_server(work / "s3") as server:
+        proxy = s3_servers.Proxy(server)
+        where = f"region=us-east-1&endpoint={quote(proxy.endpoint)}"
+        with contextlib.closing(proxy), open_store(f"s3://{s3_servers.BUCKET}?{where}") as store:
+            count = TierCount(store, chance)
+            for number in range(20):
+                count.write(number)
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                proxy.failures = chance.choice([0, 0, 2, 20])
+                proxy.think_seconds = chance.choice([0.0, 0.0, 0.0, 3.0])
+                proxy.body_seconds = chance.choice([0.0, 0.0, 5.0])
+                for _ in range(10):
+                    count.ask(chance.randrange(20))
+            proxy.failures, proxy.think_seconds, proxy.body_seconds = 0, 0.0, 0.0
+            count.until_served()
+            return count.figures()
+
+
+def tier_on_valkey(work, seconds, chance):
+    """Native blocks of a tier whose server stops and goes on, some of it between find and read."""
+    with (
+        valkey_servers.single(work / "valkey") as server,
+        open_store(f"valkey://127.0.0.1:{server.port}") as store,
+    ):
+        count = TierCount(store, chance)
+        for number in range(20):
+            count.write(number)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            plans = count.tier.find(count.prompt(0)[0])
+            server.pause()
+            count.timed(count.tier.read, plans, [KvPage.empty(SHAPE) for _ in plans])
+            for _ in range(chance.randrange(10)):
+                count.ask(chance.randrange(20))
+            server.resume()
+            until = time.monotonic() + chance.uniform(0.2, 2)
+            while time.monotonic() < until:
+                count.ask(chance.randrange(20))
+        count.until_served()
+        return count.figures()
+
+
 def kills(work, number, chance):
     """SIGKILL of two processes that write and read one folder; see test_local_crash.py."""
     from test_local_crash import kill_until, verdict
@@ -281,6 +401,8 @@ SCENARIOS = {
     "Valkey killed, stopped, full; under memory and disk": (valkey_faults, 5, 60),
     "Valkey killed, stopped, full; alone": (valkey_alone, 5, 60),
     "S3 answers 500, slow bodies": (s3_faults, 5, 60),
+    "a tier's native blocks, S3 late, slow, failing": (tier_on_s3, 5, 60),
+    "a tier's native blocks, Valkey stops and goes on": (tier_on_valkey, 5, 60),
 }
 
 

@@ -99,6 +99,10 @@ class Proxy:
             with self._counting:
                 self.under_way -= 1
 
+    def wait_until_idle(self):
+        while self.under_way:
+            time.sleep(0.05)
+
     def pass_on(self, handler, server):
         self.requests.append(handler.command)
         length = int(handler.headers.get("content-length") or 0)

@@ -25,7 +25,8 @@ from kvstore_xfer.tier.policy import Policy, direction_of
 from kvstore_xfer.tier.tier import Tier
 
 BLOCK = 4
-for folder in (Path(__file__).parent, Path(__file__).parents[1] / "deploy"):
+TESTS = Path(__file__).parents[1]
+for folder in (TESTS / "tier", TESTS / "deploy", TESTS / "store"):
     sys.path.insert(0, str(folder))  # modules of no package
 
 
@@ -132,7 +133,9 @@ class Toy:
             TorchConverter,
         )
 
-    def tier(self, store, model, *artifacts, policy=None, policies=None, **fields):
+    def tier(
+        self, store, model, *artifacts, policy=None, policies=None, read_seconds=2.0, **fields
+    ):
         engine = self.engine(model, **fields)
         announce(store, engine)
         policies = policies or [policy] * len(artifacts)
@@ -145,6 +148,7 @@ class Toy:
             engine.block_shape,
             pairs,
             layout=engine.layout or (),
+            read_seconds=read_seconds,
         )
 
     @staticmethod

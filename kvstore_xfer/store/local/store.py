@@ -17,6 +17,7 @@ from kvstore_xfer.store.base import (
     StoreStats,
     WriteStatus,
 )
+from kvstore_xfer.store.deadline import in_force
 from kvstore_xfer.store.local.environment import DAMAGE
 from kvstore_xfer.store.local.folder import FAILURES, Folder, acquire, release
 from kvstore_xfer.store.local.index import raw_key
@@ -59,6 +60,7 @@ class LocalStore(BlockStore):
         try:
             return self._folder.query(lambda index: index.contains(keys))
         except FAILURES:
+            in_force().give_up()
             return [False] * len(keys)
 
     def read(self, requests: Sequence[ReadRequest]) -> list[ReadResult]:

@@ -24,6 +24,7 @@ from kvstore_xfer.store.base import (
     StoreStats,
     WriteStatus,
 )
+from kvstore_xfer.store.deadline import in_force, within
 from kvstore_xfer.store.frame import byte_runs, copy_runs, open_frame, plan_write
 from kvstore_xfer.store.remote.breaker import Breaker
 from kvstore_xfer.store.remote.driver import Frame, RemoteError
@@ -63,8 +64,9 @@ class RemoteStore(BlockStore):
     """Blocks in an engine that `connect` reaches.
 
     `name` is shown in messages and holds no secret. A call takes at most `timeout` seconds, a
-    lookup at most the smaller of it and one second; what has not arrived by then is an ERROR, and
-    False. Raises StoreError when the first connection fails.
+    lookup at most the smaller of it and one second, and none longer than its caller has time
+    (`store/deadline.py`); what has not arrived by then is an ERROR, and False. Raises StoreError
+    when the first connection fails.
     """
 
     def __init__(
@@ -94,8 +96,8 @@ class RemoteStore(BlockStore):
         asked = [n for n, key in enumerate(keys) if is_key(key)]
         found = [False] * len(keys)
         try:
-            answers = self._in_slices(
-                lambda driver, part: driver.exists([keys[n] for n in part]), asked, self._lookup
+            answers = self._look_up(
+                lambda driver, part: driver.exists([keys[n] for n in part]), asked
             )
         except StoreError:
             return found
@@ -107,23 +109,13 @@ class RemoteStore(BlockStore):
         requests = list(requests)
         results = [ReadResult(ReadStatus.MISSING)] * len(requests)
         asked = [n for n, request in enumerate(requests) if is_key(request.key)]
-        deadline = time.monotonic() + self._timeout
-        for wave in _waves([(n, _expected_bytes(requests[n])) for n in asked], lambda n: n):
-            try:
-                fetched = self._in_slices(
-                    lambda driver, part: [
-                        (item,) for item in driver.fetch([requests[n].key for n in part])
-                    ],
-                    wave,
-                    deadline - time.monotonic(),
-                )
-            except StoreError:
-                fetched = [None] * len(wave)
-            for number, answer in zip(wave, fetched, strict=True):
-                if answer is None:
-                    results[number] = ReadResult(ReadStatus.ERROR)
-                elif answer[0] is not None:
-                    results[number] = self._deliver(requests[number], answer[0])
+        with within(self._timeout):
+            for wave in _waves([(n, _expected_bytes(requests[n])) for n in asked], lambda n: n):
+                for n, answer in zip(wave, self._fetch([requests[n] for n in wave]), strict=True):
+                    if answer is None:
+                        results[n] = ReadResult(ReadStatus.ERROR)
+                    elif answer[0] is not None:
+                        results[n] = self._deliver(requests[n], answer[0])
         return results
 
     def write(
@@ -132,34 +124,31 @@ class RemoteStore(BlockStore):
         requests = list(requests)
         statuses = [WriteStatus.ERROR] * len(requests)
         plans = [plan for n, r in enumerate(requests) if (plan := plan_write(n, r))]
-        deadline = time.monotonic() + self._timeout
-        absent = plans if overwrite else []
-        if not overwrite:
-            there = self.exists([plan.header.key for plan in plans])
-            for plan, known in zip(plans, there, strict=True):
-                if known:
-                    statuses[plan.position] = WriteStatus.EXISTS
-                else:
-                    absent.append(plan)
-        for wave in _waves([(plan, plan.size) for plan in absent], lambda plan: plan.key):
-            try:
-                answers = self._in_slices(
-                    lambda driver, part: driver.put(part, overwrite=overwrite),
-                    [
-                        Frame(
-                            plan.header.key,
-                            encode(seal(plan.header, plan.runs)),
-                            b"".join(plan.runs),
-                            plan.header.created,
-                        )
-                        for plan in wave
-                    ],
-                    deadline - time.monotonic(),
-                )
-            except StoreError:
-                break
-            for plan, answer in zip(wave, answers, strict=True):
-                statuses[plan.position] = answer or WriteStatus.ERROR
+        with within(self._timeout):
+            if not overwrite:
+                there = self.exists([plan.header.key for plan in plans])
+                for plan, known in zip(plans, there, strict=True):
+                    if known:
+                        statuses[plan.position] = WriteStatus.EXISTS
+            absent = [plan for plan in plans if statuses[plan.position] is WriteStatus.ERROR]
+            for wave in _waves([(plan, plan.size) for plan in absent], lambda plan: plan.key):
+                try:
+                    answers = self._transfer(
+                        lambda driver, part: driver.put(part, overwrite=overwrite),
+                        [
+                            Frame(
+                                plan.header.key,
+                                encode(seal(plan.header, plan.runs)),
+                                b"".join(plan.runs),
+                                plan.header.created,
+                            )
+                            for plan in wave
+                        ],
+                    )
+                except StoreError:
+                    break
+                for plan, answer in zip(wave, answers, strict=True):
+                    statuses[plan.position] = answer or WriteStatus.ERROR
         return statuses
 
     def delete(self, keys: Sequence[str]) -> list[bool]:
@@ -175,8 +164,8 @@ class RemoteStore(BlockStore):
         results: list[bool | None] = [False] * len(keys)
         asked = [n for n, key in enumerate(keys) if is_key(key)]
         distinct = list({keys[n]: n for n in reversed(asked)}.values())
-        answers = self._in_slices(
-            lambda driver, part: driver.remove([keys[n] for n in part]), distinct, self._timeout
+        answers = self._transfer(
+            lambda driver, part: driver.remove([keys[n] for n in part]), distinct
         )
         for number, answer in zip(distinct, answers, strict=True):
             results[number] = answer
@@ -208,10 +197,6 @@ class RemoteStore(BlockStore):
             link.close()
 
     @property
-    def _lookup(self) -> float:
-        return min(LOOKUP_SECONDS, self._timeout)
-
-    @property
     def _open(self) -> _Link:
         link = self._link
         if link is not None and link.pid == os.getpid():
@@ -223,11 +208,24 @@ class RemoteStore(BlockStore):
                 self._link = _Link(self._connect)
             return self._link
 
+    def _look_up(
+        self, work: Callable[[Driver, list[T]], Sequence[U | None]], items: list[T]
+    ) -> list[U | None]:
+        limit = min(LOOKUP_SECONDS, self._timeout)
+        return self._in_slices(work, items, limit, transfer=False)
+
+    def _transfer(
+        self, work: Callable[[Driver, list[T]], Sequence[U | None]], items: list[T]
+    ) -> list[U | None]:
+        return self._in_slices(work, items, self._timeout, transfer=True)
+
     def _in_slices(
         self,
         work: Callable[[Driver, list[T]], Sequence[U | None]],
         items: list[T],
-        seconds: float,
+        limit: float,
+        *,
+        transfer: bool,
     ) -> list[U | None]:
         """`work` for all items, shared among the threads; None for what failed or came late.
 
@@ -236,8 +234,12 @@ class RemoteStore(BlockStore):
         link = self._open
         if not items:
             return []
+        caller = in_force()
+        seconds = min(limit, caller.left, threading.TIMEOUT_MAX)
         if seconds <= 0 or not self._breaker.allows():
-            raise RemoteError(f"store {self.name!r}: not asked; it has failed too often")
+            caller.give_up()
+            why = "no time was left" if seconds <= 0 else "it has failed too often"
+            raise RemoteError(f"store {self.name!r}: not asked; {why}")
         deadline = time.monotonic() + seconds
         size = -(-len(items) // link.parallel)
         slices = [items[at : at + size] for at in range(0, len(items), size)]
@@ -251,13 +253,17 @@ class RemoteStore(BlockStore):
             found, late = _within(future, deadline)
             answers += [None] * len(part) if found is None else found
             failure = failure or late
-        self._judge(failure)
+        if failure is None:
+            self._breaker.succeeded(transfer=transfer)
+            return answers
+        caller.give_up()
+        # An engine that was given the rest of its caller's time only is not to blame.
+        if isinstance(failure, RemoteError) or seconds >= min(limit, caller.seconds) / 2:
+            self._blame(failure, transfer=transfer)
         return answers
 
-    def _judge(self, failure: Exception | None) -> None:
-        if failure is None:
-            self._breaker.succeeded()
-        elif self._breaker.failed():
+    def _blame(self, failure: Exception, *, transfer: bool) -> None:
+        if self._breaker.failed(transfer=transfer):
             reason = str(failure) or "no answer in time"
             _log.warning("store %s: %s; it is left alone for a while", self.name, reason)
 
@@ -272,10 +278,12 @@ class RemoteStore(BlockStore):
                 header, runs = open_frame(request.key, fetched.parts)
                 break
             except BlockFormatError:
-                again = self._fetch_one(request.key)
-            if again is None or again.version == fetched.version:
+                (again,) = self._fetch([request])
+            if again is None:
+                return ReadResult(ReadStatus.ERROR)
+            if again[0] is None or again[0].version == fetched.version:
                 return self._condemn(request.key, fetched)
-            fetched = again
+            fetched = again[0]
         else:
             return ReadResult(ReadStatus.ERROR)
         if request.destination is None:
@@ -289,14 +297,17 @@ class RemoteStore(BlockStore):
             return ReadResult(ReadStatus.ERROR)
         return ReadResult(ReadStatus.OK, header)
 
-    def _fetch_one(self, key: str) -> Fetched | None:
+    def _fetch(self, requests: list[ReadRequest]) -> Sequence[tuple[Fetched | None] | None]:
+        """For each a one-tuple of what is stored, None where the engine did not answer."""
         try:
-            (answer,) = self._in_slices(
-                lambda driver, part: [(driver.fetch(part)[0],)], [key], self._lookup
+            return self._transfer(
+                lambda driver, part: [
+                    (item,) for item in driver.fetch([request.key for request in part])
+                ],
+                requests,
             )
         except StoreError:
-            return None
-        return None if answer is None else answer[0]
+            return [None] * len(requests)
 
     def _condemn(self, key: str, fetched: Fetched) -> ReadResult:
         with self._lock:
@@ -307,7 +318,7 @@ class RemoteStore(BlockStore):
             return [True]
 
         try:
-            self._in_slices(remove, [key], self._lookup)
+            self._transfer(remove, [key])
         except StoreError as error:
             _log.warning("store %s: cannot remove a damaged block: %s", self.name, error)
         return ReadResult(ReadStatus.CORRUPT)
