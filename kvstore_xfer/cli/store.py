@@ -1,4 +1,4 @@
-"""``kvxfer store ls|stat|verify|compact|clear URL``: look into a store, check it, empty it."""
+"""``kvxfer store ls|stat|verify|compact|pin|clear URL``: look into a store, keep it, empty it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.prompt import Confirm
 from rich.table import Table
 
 from kvstore_xfer.blocks.key import BlockKey
-from kvstore_xfer.errors import BlockFormatError, ConfigError
+from kvstore_xfer.errors import BlockFormatError, ConfigError, StoreError
 from kvstore_xfer.store.base import ReadRequest, ReadStatus
 from kvstore_xfer.store.parameters import shown
 from kvstore_xfer.store.url import local_folders, open_store
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _URL_HELP = "for example local:///var/cache/kvxfer?max_size=50GiB"
 _BATCH = 8  # blocks read or deleted at once
+_LONGEST_PIN_HOURS = 720
 _DAMAGED = (ReadStatus.CORRUPT, ReadStatus.ERROR)
 
 
@@ -64,6 +65,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     compact = commands.add_parser("compact", help="shrink the index; the store may be in use")
     compact.add_argument("url", metavar="URL", help=_URL_HELP)
     compact.set_defaults(run=_compact)
+
+    pin = commands.add_parser("pin", help="keep blocks from eviction for some hours")
+    pin.add_argument("url", metavar="URL", help=_URL_HELP)
+    pin.add_argument("--prefix", required=True, help="only keys that start with this")
+    pin.add_argument("--hours", required=True, type=float, help="until so long from now")
+    pin.set_defaults(run=_pin)
 
     clear = commands.add_parser("clear", help="delete blocks")
     clear.add_argument("url", metavar="URL", help=_URL_HELP)
@@ -144,6 +151,24 @@ def _compact(args: argparse.Namespace) -> int:
     with closing(_existing(args.url)) as store:
         before, after = store.compact()
     sys.stdout.write(f"index: {_size(before)} before, {_size(after)} after\n")
+    return 0
+
+
+def _pin(args: argparse.Namespace) -> int:
+    if not 0 < args.hours <= _LONGEST_PIN_HOURS:
+        raise ConfigError(
+            f"store pin: --hours {args.hours:g}: give more than 0, {_LONGEST_PIN_HOURS} at most"
+        )
+    pinned = 0
+    with closing(_existing(args.url)) as store:
+        for keys in _batches((row.key for row in store.scan(args.prefix)), 1024):
+            if not store.pin(keys, 3600 * args.hours):
+                raise StoreError(
+                    f"store {shown(args.url)!r}: blocks cannot be pinned there; only local: and "
+                    "memory: can"
+                )
+            pinned += len(keys)
+    sys.stdout.write(f"{pinned} blocks pinned\n")
     return 0
 
 

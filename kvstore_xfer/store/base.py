@@ -116,12 +116,14 @@ class BlockStore(ABC):
     def delete(self, keys: Sequence[str]) -> list[bool]:
         """True for each block that was there and is gone. Never raises."""
 
-    def pin(self, keys: Sequence[str], seconds: float) -> None:
-        """Keep these blocks from eviction for a while, where the store can; never raises.
+    def pin(self, keys: Sequence[str], seconds: float) -> bool:
+        """Keep these blocks from eviction for a while; never raises.
 
-        A block that is being read is safe without it: a lost race is MISSING, never half a block.
+        False for a store on an engine, which evicts as it likes, and after a failure. A block that
+        is being read is safe without it: a lost race is MISSING, never half a block.
         """
         del keys, seconds
+        return False
 
     @abstractmethod
     def scan(self, prefix: str = "") -> Iterator[BlockStat]:

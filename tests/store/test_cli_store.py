@@ -8,7 +8,7 @@ import pytest
 
 from kvstore_xfer.blocks.header import BlockHeader
 from kvstore_xfer.cli import store as cli
-from kvstore_xfer.errors import ConfigError
+from kvstore_xfer.errors import ConfigError, StoreError
 from kvstore_xfer.store.base import WriteRequest
 from kvstore_xfer.store.local import LocalStore
 from kvstore_xfer.store.testing import block_key, get
@@ -96,6 +96,23 @@ def test_verify_names_what_is_damaged(run, folder):
     assert first.removeprefix("corrupt ") in KEYS
     assert last == "3 blocks intact, 1 damaged"
     assert run("verify") == (0, "3 blocks intact, 0 damaged\n")  # the store has removed it
+
+
+def test_pin_keeps_one_models_blocks(run, folder):
+    assert run("pin", "--prefix", "v1/model-b/", "--hours", "0.5") == (0, "1 blocks pinned\n")
+    with LocalStore(folder, max_bytes=2 * 8192, min_free_bytes=0) as store:
+        new = [BlockHeader(block_key(n, "model-c"), 4096) for n in range(5)]
+        store.write([WriteRequest(header, [memoryview(bytes(4096))]) for header in new])
+        assert [row.key for row in store.scan()] == [KEYS[3], new[-1].key]
+
+
+def test_pin_says_what_it_cannot(run, monkeypatch):
+    for hours in ("0", "-1", "nan", "721"):
+        with pytest.raises(ConfigError, match="--hours"):
+            run("pin", "--prefix", "v1/", "--hours", hours)
+    monkeypatch.setattr(LocalStore, "pin", lambda *_: False)
+    with pytest.raises(StoreError, match="cannot be pinned there"):
+        run("pin", "--prefix", "v1/", "--hours", "1")
 
 
 def test_clear_asks_or_wants_yes(run, folder, monkeypatch):

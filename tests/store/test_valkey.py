@@ -234,6 +234,11 @@ def test_a_partitioned_server_costs_its_time_out_and_then_nothing(server):
         assert get(store, block_key(1)).payload == b"x"
 
 
+def test_pins_are_the_engines_matter(server):
+    with open_store(f"valkey://localhost:{server.port}") as store:
+        assert store.pin([block_key(1)], 1.0) is False
+
+
 def test_a_lookup_after_a_fork_has_connections_of_its_own(server):
     with open_store(f"valkey://localhost:{server.port}") as store:
         put(store, block_key(1), b"x")

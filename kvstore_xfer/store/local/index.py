@@ -166,6 +166,8 @@ class Rows:
                     continue  # left over from another order
                 if entry.stamp > now:
                     rows.pop()
+                    if _STAMP.unpack_from(row)[0] > now:
+                        break  # so are all that follow
                     continue
                 freed += entry.size
                 if freed >= needed:

@@ -132,9 +132,12 @@ class LocalStore(BlockStore):
             oldest_use=None if oldest is None else oldest / 1e9,
         )
 
-    def pin(self, keys: Sequence[str], seconds: float) -> None:
-        with suppress(*FAILURES):
+    def pin(self, keys: Sequence[str], seconds: float) -> bool:
+        try:
             self._folder.pin(list(keys), seconds)
+        except FAILURES:
+            return False
+        return True
 
     def compact(self) -> tuple[int, int]:
         try:

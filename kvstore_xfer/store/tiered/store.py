@@ -112,9 +112,9 @@ class TieredStore(BlockStore):
             unsure = [a is None or b for a, b in zip(answers, unsure, strict=True)]
         return [a and not b for a, b in zip(gone, unsure, strict=True)]
 
-    def pin(self, keys: Sequence[str], seconds: float) -> None:
-        for level in self._near:
-            level.pin(keys, seconds)
+    def pin(self, keys: Sequence[str], seconds: float) -> bool:
+        pinned = [level.pin(keys, seconds) for level in self._near]
+        return all(pinned)
 
     def compact(self) -> tuple[int, int]:
         sizes = [part.compact() for part in self._near]

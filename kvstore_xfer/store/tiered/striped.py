@@ -54,9 +54,9 @@ class StripedStore(BlockStore):
     def delete(self, keys: Sequence[str]) -> list[bool]:
         return self._each(list(keys), str, lambda store, part: store.delete(part), default=False)
 
-    def pin(self, keys: Sequence[str], seconds: float) -> None:
-        for store in self._stores:
-            store.pin(keys, seconds)
+    def pin(self, keys: Sequence[str], seconds: float) -> bool:
+        pinned = [store.pin(keys, seconds) for store in self._stores]
+        return all(pinned)
 
     def compact(self) -> tuple[int, int]:
         sizes = [part.compact() for part in self._stores]
