@@ -35,7 +35,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "doctor",
         help="what works here and what does not, with the remedy",
         description="Exit code 0: no problem found, 1: at least one. Writes one block into the "
-        "store and deletes it again.",
+        "store and deletes it again; makes no folder.",
     )
     parser.add_argument("manifest", type=Path, metavar="FILE", help="family manifest")
     parser.add_argument(

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from kvstore_xfer.blocks.header import BlockHeader
 from kvstore_xfer.blocks.key import BlockKey
-from kvstore_xfer.doctor.findings import ok, problem
+from kvstore_xfer.doctor.findings import note, ok, problem
 from kvstore_xfer.errors import KvxferError
 from kvstore_xfer.family import load_family
 from kvstore_xfer.mapper.artifact import load
 from kvstore_xfer.models.description import describe
 from kvstore_xfer.store.base import ReadRequest, ReadStatus, WriteRequest, WriteStatus
-from kvstore_xfer.store.url import open_store
+from kvstore_xfer.store.url import local_folders, open_store
 from kvstore_xfer.tier.policy import direction_of
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvstore_xfer.store.base import BlockStore
 
 _PROBE_BYTES = 4096
+_STORE_REMEDY = "correct `store` in the manifest, start its server, or give rights and room"
 
 
 @dataclass
@@ -76,22 +77,36 @@ def check_models(patient: Patient) -> Iterator[Finding]:
 
 
 def check_store(patient: Patient) -> Iterator[Finding]:
-    """Opened, and one block written, read back and deleted."""
+    """Opened, and one block written, read back and deleted. A folder that is not there stays so."""
     if patient.family is None:
         return
     url = patient.family.store
-    shown = url.rpartition("@")[2]  # no password in a report
-    remedy = "correct `store` in the manifest, start its server, or give rights and room"
     try:
+        missing = _missing(url, patient.folder)
+        if missing:
+            text = f"{missing[0]} is not there: engines make it when they start, and have lost "
+            yield note("store", text + "what they stored if it was there before", "start an engine")
+            rest = [part for part in url.split("|") if not _missing(part, patient.folder)]
+            for part in rest:
+                with open_store(part.strip(), base=patient.folder) as store:
+                    yield _works(store, part)
+            return
         patient.store = open_store(url, base=patient.folder)
-        fault = _round_trip(patient.store)
+        yield _works(patient.store, url)
     except (KvxferError, OSError) as error:
-        yield problem("store", "store", str(error), remedy)
-        return
+        yield problem("store", "store", str(error), _STORE_REMEDY)
+
+
+def _missing(url: str, base: Path) -> list[Path]:
+    return [folder for folder in local_folders(url, base) if not os.path.lexists(folder)]
+
+
+def _works(store: BlockStore, url: str) -> Finding:
+    shown = url.rpartition("@")[2]  # no password in a report
+    fault = _round_trip(store)
     if fault:
-        yield problem("store", "store_write", f"{shown}: {fault}", remedy)
-    else:
-        yield ok("store", f"{shown}: reachable, writable, reads back what was written")
+        return problem("store", "store_write", f"{shown}: {fault}", _STORE_REMEDY)
+    return ok("store", f"{shown}: reachable, writable, reads back what was written")
 
 
 def _round_trip(store: BlockStore) -> str:

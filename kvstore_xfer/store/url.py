@@ -64,18 +64,19 @@ def check_url(url: str) -> None:
     _opener(url, None)
 
 
-def local_folders(url: str) -> list[Path]:
-    """The folders on disk that a URL names, of all its levels.
+def local_folders(url: str, base: Path | None = None) -> list[Path]:
+    """The folders of this machine that a URL names, of all its levels: opening it makes them.
 
     Raises ConfigError for a wrong URL.
     """
-    _opener(url, None)
-    return [
-        root
-        for level in url.split(_LEVELS)
-        if _scheme(level) == _LOCAL
-        for root in _local_options(level.strip(), None)["roots"]
-    ]
+    _opener(url, base)
+    folders: list[Path] = []
+    for level in map(str.strip, url.split(_LEVELS)):
+        if _scheme(level) == _LOCAL:
+            folders += _local_options(level, base)["roots"]
+        elif _scheme(level) == _MEMORY:
+            folders.append(_memory_folder(_memory_options(level)["name"]))
+    return folders
 
 
 def _opener(url: str, base: Path | None) -> Callable[[], BlockStore]:
@@ -152,7 +153,7 @@ def _open_memory(name: str, max_bytes: int) -> BlockStore:
     """A local store whose folder is shared memory: the same index, locks and checksums."""
     from kvstore_xfer.store.local.store import LocalStore
 
-    root = Path(f"/dev/shm/kvxfer-{os.getuid()}-{name}")
+    root = _memory_folder(name)
     try:
         root.mkdir(mode=0o700, exist_ok=True)
         owner = root.stat(follow_symlinks=False)
@@ -161,6 +162,10 @@ def _open_memory(name: str, max_bytes: int) -> BlockStore:
     if owner.st_uid != os.getuid() or not stat.S_ISDIR(owner.st_mode):
         raise StoreError(f"store 'memory:': {root} belongs to another user; choose another name")
     return LocalStore(root, max_bytes=max_bytes, min_free_bytes=_MEMORY_FREE_BYTES)
+
+
+def _memory_folder(name: str) -> Path:
+    return Path(f"/dev/shm/kvxfer-{os.getuid()}-{name}")
 
 
 def _memory_options(url: str) -> dict[str, Any]:

@@ -98,6 +98,27 @@ def test_a_sound_set_up_has_no_problem(setup, capsys):
     assert "reachable, writable" in shown
 
 
+@pytest.mark.parametrize("url", ["local:store?min_free=0", "local:store?min_free=0&more=second"])
+def test_a_folder_that_is_gone_stays_gone(setup, capsys, url):
+    setup.manifest["store"] = url
+    setup.run_engines()
+    shutil.rmtree(setup.folder / "store")
+    assert main(["doctor", str(setup.file)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"note store: {setup.folder}/store is not there" in shown
+    assert not (setup.folder / "store").exists()
+
+
+def test_beside_a_folder_that_is_gone_the_rest_is_checked(setup):
+    setup.manifest["store"] = ["local:gone", "valkey://127.0.0.1:1"]
+    (found,) = setup.problems()
+    assert (found.cause, "127.0.0.1:1" in found.text) == ("store", True)
+    setup.manifest["store"] = ["local:gone", "local:there?min_free=0"]
+    (setup.folder / "there").mkdir()
+    assert setup.problems() == []
+    assert not (setup.folder / "gone").exists()
+
+
 def test_the_report_names_the_remedy(setup, capsys):
     shutil.rmtree(setup.mapper)
     setup.write_manifest()

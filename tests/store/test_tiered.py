@@ -232,7 +232,9 @@ def test_levels_in_a_manifest_and_in_a_url(tmp_path):
     text = "family: f\nstore:\n- local:near\n- local:///x?more=/y\nmodels: {m: {path: p}}\n"
     manifest.write_text(text)
     assert load_family(manifest).store == "local:near|local:///x?more=/y"
-    assert local_folders("memory:|local:///x?more=/y|s3://bucket/p") == [Path("/x"), Path("/y")]
+    folders = local_folders("memory:?name=m|local:x?more=/y | s3://bucket/p", tmp_path)
+    memory = Path(f"/dev/shm/kvxfer-{os.getuid()}-m")
+    assert folders == [memory, tmp_path / "x", Path("/y")]
     check_url("memory:?max_size=1GiB | local:///x | valkeys://h")
     with open_store(f"local://{tmp_path}/a?more={tmp_path}/b&max_size=2GiB&min_free=0") as store:
         assert isinstance(store, StripedStore)
