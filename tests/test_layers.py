@@ -52,6 +52,22 @@ def test_lower_layers_do_not_import_upper_ones(package):
     assert violations(CORE / package, ("kvstore_xfer.tier", "kvstore_xfer.cli")) == set()
 
 
+def test_no_two_modules_import_each_other():
+    """Nor for type checkers only: what needs each other is one thing."""
+    modules = {_name(file): file for file in CORE.rglob("*.py")}
+    needs = {name: set() for name in modules}
+    for name, file in modules.items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                parts = {f"{node.module}.{alias.name}" for alias in node.names}
+                needs[name] |= (parts | {node.module}) & modules.keys()
+    assert [(a, b) for a in needs for b in needs[a] if a < b and a in needs[b]] == []
+
+
+def _name(file):
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
 def test_kernels_import_nothing_of_ours():
     found = {
         f"{file.name}: {name}"

@@ -27,7 +27,7 @@ from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote
 
 from kvstore_xfer.errors import ConfigError, StoreError
@@ -43,12 +43,23 @@ _LOCAL = "local"
 _MEMORY = "memory"
 _LEVELS = "|"
 _MEMORY_FREE_BYTES = 4 << 20  # of /dev/shm, which is small in containers
-# Modules with a function `opener(url, base)`; they import the engine's client only when opening.
-_VALKEY = "kvstore_xfer.store.remote.valkey_url"
-_OBJECTS = "kvstore_xfer.store.remote.objects_url"
+
+
+class _Engine(NamedTuple):
+    """Modules in `store/remote` whose function `options_of` reads a URL, and whose class `driver`
+    talks to the engine; that one imports the engine's client."""
+
+    urls: str
+    module: str
+    driver: str
+
+
+_VALKEY = _Engine("valkey_url", "valkey", "ValkeyDriver")
+_OBJECTS = _Engine("objects_url", "objects", "ObjectDriver")
+_MOONCAKE = _Engine("mooncake_url", "mooncake", "MooncakeDriver")
 _REMOTE = dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), _VALKEY)
 _REMOTE |= dict.fromkeys(("s3", "gs", "az"), _OBJECTS)
-_REMOTE |= {"mooncake": "kvstore_xfer.store.remote.mooncake_url"}
+_REMOTE |= {"mooncake": _MOONCAKE}
 
 
 def open_store(url: str, *, base: Path | None = None) -> BlockStore:
@@ -88,8 +99,8 @@ def _opener(url: str, base: Path | None) -> Callable[[], BlockStore]:
     if scheme == _MEMORY:
         return partial(_open_memory, **_memory_options(url))
     if scheme in _REMOTE:
-        opener: Callable[[], BlockStore] = import_module(_REMOTE[scheme]).opener(url, base)
-        return opener
+        _remote_module(_REMOTE[scheme].urls).options_of(url, base, secrets=False)
+        return partial(_open_remote, url, base, _REMOTE[scheme])
     plugins = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
     if scheme not in plugins:
         known = ", ".join(sorted({_LOCAL, _MEMORY, *_REMOTE, *plugins}))
@@ -112,6 +123,18 @@ def _open_levels(openers: list[Callable[[], BlockStore]]) -> BlockStore:
         store = TieredStore(levels)
         opened.pop_all()
         return store
+
+
+def _open_remote(url: str, base: Path | None, engine: _Engine) -> BlockStore:
+    from kvstore_xfer.store.remote.store import RemoteStore
+
+    options = _remote_module(engine.urls).options_of(url, base)
+    driver = getattr(_remote_module(engine.module), engine.driver)
+    return RemoteStore(partial(driver, options), shown(url), options.timeout)
+
+
+def _remote_module(name: str) -> Any:
+    return import_module(f"kvstore_xfer.store.remote.{name}")
 
 
 def _open_local(roots: list[Path], max_bytes: int, min_free_bytes: int) -> BlockStore:

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from kvstore_xfer.errors import ConfigError
 from kvstore_xfer.store.parameters import Parameters, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
-
-    from kvstore_xfer.store.base import BlockStore
 
 _PARAMETERS = (
     "metadata", "admin", "segment", "buffer", "host", "protocol", "devices", "prefix", "timeout",
@@ -43,14 +39,9 @@ class MooncakeOptions:
     timeout: float = 5.0
 
 
-def opener(url: str, base: Path | None) -> Callable[[], BlockStore]:
-    """What opens the store. Raises ConfigError for a wrong URL."""
-    del base  # names no files
-    return partial(_open, shown(url), options_of(url))
-
-
-def options_of(url: str) -> MooncakeOptions:
-    """Raises ConfigError for a wrong URL."""
+def options_of(url: str, base: Path | None = None, *, secrets: bool = True) -> MooncakeOptions:
+    """Raises ConfigError for a wrong URL; it names no files and no secrets."""
+    del base, secrets
     parameters = Parameters(url, _PARAMETERS)
     user, hosts = parameters.hosts(_PORT)
     if user is not None or len(hosts) != 1 or parameters.parts.path.strip("/"):
@@ -71,10 +62,3 @@ def options_of(url: str) -> MooncakeOptions:
         prefix=parameters.text("prefix", ""),
         timeout=parameters.seconds("timeout", 5.0, least=0.01),
     )
-
-
-def _open(name: str, options: MooncakeOptions) -> BlockStore:
-    from kvstore_xfer.store.remote.mooncake import MooncakeDriver
-    from kvstore_xfer.store.remote.store import RemoteStore
-
-    return RemoteStore(partial(MooncakeDriver, options), name, options.timeout)

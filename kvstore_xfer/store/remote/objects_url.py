@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
@@ -17,10 +16,7 @@ from kvstore_xfer.errors import ConfigError
 from kvstore_xfer.store.parameters import Parameters, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
-
-    from kvstore_xfer.store.base import BlockStore
 
 _ALLOWED = {
     "s3": ("endpoint", "region", "timeout", "part_size"),
@@ -43,14 +39,9 @@ class ObjectOptions:
     part_bytes: int = 64 << 20
 
 
-def opener(url: str, base: Path | None) -> Callable[[], BlockStore]:
-    """What opens the store. Raises ConfigError for a wrong URL."""
-    del base  # names no files
-    return partial(_open, shown(url), options_of(url))
-
-
-def options_of(url: str) -> ObjectOptions:
-    """Raises ConfigError for a wrong URL."""
+def options_of(url: str, base: Path | None = None, *, secrets: bool = True) -> ObjectOptions:
+    """Raises ConfigError for a wrong URL; it names no files and no secrets."""
+    del base, secrets
     parameters = Parameters(url, _ALLOWED[url.partition(":")[0]])
     bucket = parameters.parts.netloc
     prefix = unquote(parameters.parts.path).strip("/")
@@ -72,10 +63,3 @@ def options_of(url: str) -> ObjectOptions:
         timeout=parameters.seconds("timeout", 10.0, least=0.01),
         part_bytes=parameters.size("part_size", 64 << 20, least=5 << 20),
     )
-
-
-def _open(name: str, options: ObjectOptions) -> BlockStore:
-    from kvstore_xfer.store.remote.objects import ObjectDriver
-    from kvstore_xfer.store.remote.store import RemoteStore
-
-    return RemoteStore(partial(ObjectDriver, options), name, options.timeout)

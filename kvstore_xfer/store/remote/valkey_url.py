@@ -8,17 +8,13 @@ from the file ``password_file``.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 from kvstore_xfer.errors import ConfigError
 from kvstore_xfer.store.parameters import Parameters, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
-
-    from kvstore_xfer.store.base import BlockStore
 
 PASSWORD_VARIABLE = "KVXFER_VALKEY_PASSWORD"
 _PARAMETERS = (
@@ -47,13 +43,7 @@ class ValkeyOptions:
     key: str | None = None
 
 
-def opener(url: str, base: Path | None) -> Callable[[], BlockStore]:
-    """What opens the store. Raises ConfigError for a wrong URL; secrets are read when opening."""
-    partial(options_of, url, base, secrets=False)()
-    return partial(_open, url, base)
-
-
-def options_of(url: str, base: Path | None, *, secrets: bool = True) -> ValkeyOptions:
+def options_of(url: str, base: Path | None = None, *, secrets: bool = True) -> ValkeyOptions:
     """Raises ConfigError for a wrong URL or a secret that cannot be read."""
     parameters = Parameters(url, _PARAMETERS, base)
     database = parameters.parts.path.strip("/") or "0"
@@ -85,11 +75,3 @@ def options_of(url: str, base: Path | None, *, secrets: bool = True) -> ValkeyOp
         part_bytes=parameters.size("part_size", 4 << 20, least=1024),
         **files,
     )
-
-
-def _open(url: str, base: Path | None) -> BlockStore:
-    from kvstore_xfer.store.remote.store import RemoteStore
-    from kvstore_xfer.store.remote.valkey import ValkeyDriver
-
-    options = options_of(url, base)
-    return RemoteStore(partial(ValkeyDriver, options), shown(url), options.timeout)
