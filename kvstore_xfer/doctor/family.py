@@ -15,6 +15,7 @@ from kvstore_xfer.family import load_family
 from kvstore_xfer.mapper.artifact import load
 from kvstore_xfer.models.description import describe
 from kvstore_xfer.store.base import ReadRequest, ReadStatus, WriteRequest, WriteStatus
+from kvstore_xfer.store.parameters import shown
 from kvstore_xfer.store.url import local_folders, open_store
 from kvstore_xfer.tier.policy import direction_of
 
@@ -102,11 +103,10 @@ def _missing(url: str, base: Path) -> list[Path]:
 
 
 def _works(store: BlockStore, url: str) -> Finding:
-    shown = url.rpartition("@")[2]  # no password in a report
     fault = _round_trip(store)
     if fault:
-        return problem("store", "store_write", f"{shown}: {fault}", _STORE_REMEDY)
-    return ok("store", f"{shown}: reachable, writable, reads back what was written")
+        return problem("store", "store_write", f"{shown(url)}: {fault}", _STORE_REMEDY)
+    return ok("store", f"{shown(url)}: reachable, writable, reads back what was written")
 
 
 def _round_trip(store: BlockStore) -> str:

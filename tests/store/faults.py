@@ -418,10 +418,14 @@ def run(name, *, short, seed=1):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true")
-    short = parser.parse_args().short
+    parser.add_argument("names", nargs="*", help="only scenarios whose name holds one of these")
+    args = parser.parse_args()
+    short = args.short
     print("| fault | times | calls | wrong bytes | unreported losses | longest call |")
     print("|---|---|---|---|---|---|")
     for name, (_, few, many) in SCENARIOS.items():
+        if args.names and not any(part in name for part in args.names):
+            continue
         found = run(name, short=short)
         longest = f"{found['longest call']:.2f} s" if "longest call" in found else ""
         times = found.get("kills", few if short else many)

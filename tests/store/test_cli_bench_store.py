@@ -12,6 +12,7 @@ def test_it_measures_and_leaves_nothing(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert out.startswith("small  write")
     assert "2000 blocks indexed: opened in" in out
+    assert "after a crash in" in out
     assert list(tmp_path.iterdir()) == []
 
 

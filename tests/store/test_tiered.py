@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -225,6 +226,27 @@ def test_shared_memory_is_seen_by_all_and_bounded(tmp_path):
             assert os.waitpid(pid, 0)[1] == 0
     finally:
         shutil.rmtree(root)
+
+
+def test_a_large_batch_uses_all_folders_at_once(tmp_path, monkeypatch):
+    """Each folder waits, in its own call, for the other's."""
+    calls = {name: threading.Barrier(2, timeout=30) for name in ("read", "write")}
+    for name, barrier in calls.items():
+        original = getattr(LocalStore, name)
+
+        def meeting(self, items, *, _barrier=barrier, _call=original, **options):
+            _barrier.wait()
+            return _call(self, items, **options)
+
+        monkeypatch.setattr(LocalStore, name, meeting)
+    payloads = [block_bytes(n, 2 << 20) for n in range(12)]
+    requests = [write_request(block_key(n), payload) for n, payload in enumerate(payloads)]
+    memory = [bytearray(2 << 20) for _ in payloads]
+    reads = [ReadRequest(block_key(n), [memoryview(run)]) for n, run in enumerate(memory)]
+    with StripedStore([LocalStore(tmp_path / n, min_free_bytes=0) for n in "ab"]) as store:
+        assert set(store.write(requests)) == {WriteStatus.STORED}
+        assert {result.status for result in store.read(reads)} == {ReadStatus.OK}
+    assert memory == payloads
 
 
 def test_levels_in_a_manifest_and_in_a_url(tmp_path):

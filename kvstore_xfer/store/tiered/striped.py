@@ -1,12 +1,14 @@
 """Several folders, usually one a disk, as one store: each block has one home among them.
 
 The home is found by rendezvous hashing over the folders' positions: adding a folder at the end
-moves only the share of blocks that belong there. A disk that fails costs its own blocks.
+moves only the share of blocks that belong there. A disk that fails costs its own blocks. Large
+batches use all disks at once; of small ones the threads would cost more than they gain.
 """
 
 from __future__ import annotations
 
 import heapq
+import threading
 from collections import defaultdict
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
     from kvstore_xfer.store.base import BlockStat, ReadRequest, WriteRequest
 
+_TOGETHER_BYTES = 16 << 20  # of a batch
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -39,6 +42,7 @@ class StripedStore(BlockStore):
             lambda request: request.key,
             lambda store, part: store.read(part),
             default=missing,
+            size=lambda request: _bytes(request.destination or ()),
         )
 
     def write(
@@ -49,6 +53,7 @@ class StripedStore(BlockStore):
             lambda request: request.header.key,
             lambda store, part: store.write(part, overwrite=overwrite),
             default=WriteStatus.ERROR,
+            size=lambda request: _bytes(request.payload),
         )
 
     def delete(self, keys: Sequence[str]) -> list[bool]:
@@ -98,13 +103,38 @@ class StripedStore(BlockStore):
         key: Callable[[T], str],
         work: Callable[[BlockStore, list[T]], list[U]],
         default: U,
+        size: Callable[[T], int] = lambda item: 0,
     ) -> list[U]:
         homes: dict[int, list[int]] = defaultdict(list)
         for number, item in enumerate(items):
             homes[self._home(key(item))].append(number)
         results = [default] * len(items)
-        for home, numbers in homes.items():
+
+        def do(home: int) -> None:
+            numbers = homes[home]
             answers = work(self._stores[home], [items[n] for n in numbers])
             for number, answer in zip(numbers, answers, strict=True):
                 results[number] = answer
+
+        if len(homes) > 1 and sum(map(size, items)) >= _TOGETHER_BYTES:
+            _all_at_once(do, list(homes))
+        else:
+            for home in homes:
+                do(home)
         return results
+
+
+def _bytes(runs: Sequence[memoryview]) -> int:
+    return sum(memoryview(run).nbytes for run in runs)
+
+
+def _all_at_once(do: Callable[[int], None], homes: list[int]) -> None:
+    """One on this thread. Threads are made anew: kept ones would not outlive a fork."""
+    others = [threading.Thread(target=do, args=(home,)) for home in homes[1:]]
+    for thread in others:
+        thread.start()
+    try:
+        do(homes[0])
+    finally:
+        for thread in others:
+            thread.join()  # none may touch the caller's memory afterwards
