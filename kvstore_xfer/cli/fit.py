@@ -43,7 +43,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--weights",
         choices=["attention", "none"],
         default="none",
-        help="row weights from the target's attention, head-local only (default: none)",
+        help="row weights from the target's attention, head-local and full-head (default: none)",
     )
     parser.add_argument(
         "--rank",
@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
 def _fit_options(options: argparse.Namespace) -> FitOptions:
     """Raises ConfigError for options that the method does not have."""
     method, weighted = Method(options.method), options.weights == "attention"
-    if weighted and method is not Method.HEAD_LOCAL:
+    if weighted and not method.affine:
         raise ConfigError(f"--weights attention: not for {method.value}; use --method head-local")
     if options.rank is not None and method not in (Method.LOW_RANK, Method.RESIDUAL):
         raise ConfigError(f"--rank {options.rank}: not for {method.value}; use --method low-rank")

@@ -38,7 +38,7 @@ class FitOptions:
     `layers` and `ridge` None mean: pick on held-out sequences; `rank` None: for a low-rank mapper
     as many parameters as a head-local one of the same layers, for a residual one picked on held-out
     sequences, layer by layer. `weighted` takes the row weights of the target's attention
-    (head-local); `hidden` is the width of an MLP.
+    (head-local and full-head); `hidden` is the width of an MLP.
     """
 
     method: Method = Method.HEAD_LOCAL

@@ -1,9 +1,10 @@
-"""Head-local maps under the row weights of the target's attention: the second pass of a fit.
+"""Affine maps under the row weights of the target's attention: the second pass of a fit.
 
 The first pass (`Accumulator`) has picked the layers. Every target layer, head and component has
-weights of its own, so each has a Gram matrix of its own, over the picked layers alone. How far the
-weights are trusted depends on all of them (`shrinkage`); since moments are linear in the weights,
-those under weights one and under r are kept, and blended at the end.
+weights of its own, so each has a Gram matrix of its own, over the picked layers alone: of one
+source head (head-local) or of all (full-head). How far the weights are trusted depends on all of
+them (`shrinkage`); since moments are linear in the weights, those under weights one and under r are
+kept, and blended at the end.
 """
 
 from __future__ import annotations
@@ -59,7 +60,11 @@ class WeightedAccumulator:
         self._source, self._target = source, target
         self._options, self._choice = options, choice
         self._heads = assign_heads(source.kv_heads, target.kv_heads)
-        dims = ((source.key_dim, target.key_dim), (source.value_dim, target.value_dim))
+        read = 1 if options.method is Method.HEAD_LOCAL else source.kv_heads
+        dims = (
+            (read * source.key_dim, target.key_dim),
+            (read * source.value_dim, target.value_dim),
+        )
         shapes = {
             f"{name}.{layer}": (target.kv_heads, len(layers) * width_in, width_out)
             for name, (width_in, width_out) in zip(_COMPONENTS, dims, strict=True)
@@ -85,11 +90,9 @@ class WeightedAccumulator:
         # Position 0 is not fitted: `Accumulator` has seen it in the first pass.
         later = ((inputs[:, 1:], outputs[:, 1:]) for inputs, outputs in pairs)
         split = split_of(index)
-        heads = torch.tensor(self._heads, device=source.keys.device)
         for name, (inputs, outputs), rows in zip(_COMPONENTS, later, weights, strict=True):
-            read = inputs.index_select(2, heads).permute(2, 1, 0, 3)  # [H_t, T, L_s, d]
             for layer, layers in enumerate(self._choice.layers):
-                x, y = read[:, :, list(layers)].flatten(2), outputs[layer].transpose(0, 1)
+                x, y = self._inputs(inputs[list(layers)]), outputs[layer].transpose(0, 1)
                 self.moments[f"{name}.{layer}.plain.{split}"].update(x, y)
                 self.moments[f"{name}.{layer}.attention.{split}"].update(x, y, rows[layer])
 
@@ -104,10 +107,17 @@ class WeightedAccumulator:
             ridges.append(tuple(ridge for _, ridge, _ in solved))
             scores.append(tuple(score for _, _, score in solved))
         mapper = Mapper(
-            Method.HEAD_LOCAL, self._source, self._target, self._heads, maps[0], maps[1]
+            self._options.method, self._source, self._target, self._heads, maps[0], maps[1]
         )
         mapper.validate()
         return mapper, Choice(self._choice.layers, tuple(ridges), tuple(scores))
+
+    def _inputs(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``[k, T, H_s, d_s]`` -> ``[H_t, T, k * d_s]`` or ``[H_t, T, k * H_s * d_s]``."""
+        if self._options.method is Method.HEAD_LOCAL:
+            heads = torch.tensor(self._heads, device=tensor.device)
+            return tensor.index_select(2, heads).permute(2, 1, 0, 3).flatten(2)
+        return tensor.transpose(0, 1).flatten(1).expand(len(self._heads), -1, -1)
 
     def _solve(self, name: str, layer: int) -> tuple[LayerMap, float, float]:
         """The map, its ridge and its weighted held-out R^2."""
@@ -125,6 +135,8 @@ class WeightedAccumulator:
         everything = self._blend(name, layer, merged=True).fitted
         affine = solve_ridge(everything, inputs, outputs, best)
         weight = affine.weight.to("cpu", weight_dtype(affine.weight))
+        if self._options.method is Method.FULL_HEAD:
+            weight = weight.transpose(0, 1).flatten(1)  # all heads beside each other
         bias = affine.bias.to("cpu", torch.float32)
         return LayerMap(self._choice.layers[layer], weight, bias), best, reached
 

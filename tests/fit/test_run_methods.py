@@ -17,6 +17,7 @@ from kvstore_xfer.mapper.maps import Method
 
 PASSES = {
     FitOptions(weighted=True): 2,
+    FitOptions(Method.FULL_HEAD, weighted=True): 2,
     FitOptions(Method.LOW_RANK, rank=5): 1,
     FitOptions(Method.RESIDUAL): 1,
     FitOptions(Method.MLP, hidden=8): 2,

@@ -1,4 +1,4 @@
-"""Weighted head-local maps against the formulas in float64, with all rows in memory."""
+"""Weighted maps against the formulas in float64, with all rows in memory."""
 
 import numpy as np
 import pytest
@@ -9,6 +9,7 @@ from kvstore_xfer.fit.accumulate import Accumulator, FitOptions, split_of
 from kvstore_xfer.fit.attention import row_weights
 from kvstore_xfer.fit.moments import Moments
 from kvstore_xfer.fit.weighted import WeightedAccumulator
+from kvstore_xfer.mapper.maps import Method
 
 TOKENS, SEQUENCES, RIDGE = 30, 16, 1e-2
 
@@ -37,8 +38,8 @@ def captured(pair, random_page):
     ]
 
 
-def fitted(pair, captured, ridge=RIDGE, layers=2):
-    options = FitOptions(layers=layers, ridge=ridge, weighted=True)
+def fitted(pair, captured, ridge=RIDGE, layers=2, method=Method.HEAD_LOCAL):
+    options = FitOptions(method, layers, ridge, weighted=True)
     first = Accumulator(*pair, options)
     for index, (source, target, _) in enumerate(captured):
         first.add(index, source, target)
@@ -72,9 +73,11 @@ def weighted_ridge(x, y, r, rho, spread_of):
     return weight, my - mx @ weight
 
 
-def test_maps_are_the_formula(pair, captured):
-    _, target = pair
-    mapper, choice = fitted(pair, captured)
+@pytest.mark.parametrize("method", [Method.HEAD_LOCAL, Method.FULL_HEAD])
+def test_maps_are_the_formula(pair, captured, method):
+    source, target = pair
+    full = method is Method.FULL_HEAD
+    mapper, choice = fitted(pair, captured, method=method)
     weights = [row_weights(t.keys, t.values, q) for _, t, q in captured]
     everything = np.ones(SEQUENCES * (TOKENS - 1), dtype=bool)
     for place, (name, maps) in enumerate((("keys", mapper.keys), ("values", mapper.values))):
@@ -95,15 +98,16 @@ def test_maps_are_the_formula(pair, captured):
         for layer, found in enumerate(maps):
             assert found.source_layers == choice.layers[layer]
             for head in range(target.kv_heads):
-                read = [sides[0][s][:, 2 * head] for s in found.source_layers]
+                heads = range(source.kv_heads) if full else [2 * head]
+                read = [sides[0][s][:, h] for s in found.source_layers for h in heads]
                 later = [w[place][layer, head, 1:].double().numpy() for w in weights]
                 r = np.concatenate([part / part.mean() for part in later])
                 weight, bias = weighted_ridge(
                     np.concatenate(read, 1), sides[1][layer, :, head], r, RIDGE, everything
                 )
-                np.testing.assert_allclose(
-                    found.weight[head].double(), weight, rtol=2**-10, atol=5e-6
-                )
+                columns = slice(head * weight.shape[1], (head + 1) * weight.shape[1])
+                made = found.weight[:, columns] if full else found.weight[head]
+                np.testing.assert_allclose(made.double(), weight, rtol=2**-10, atol=5e-6)
                 np.testing.assert_allclose(found.bias[head].double(), bias, rtol=1e-4, atol=5e-6)
 
 
