@@ -3,8 +3,9 @@
 The pair is fitted on a few dozen sequences, once on half of them and once on all, and measured as
 the check measures it, on documents of its own. Error that comes from too little text falls with
 one over the number of sequences, so the two fits say what is left with as many as a real fit will
-have: ``KL(N) = a + b / N``. The thresholds are the gate's, on means instead of interval ends: a few
-passages would make every interval too wide to say anything.
+have: ``KL(N) = a + b / N``. The thresholds are the gate's, on interval ends as there; the intervals
+of a few passages are narrowed to what as many as the gate has would leave, by the square root of
+their numbers.
 """
 
 from __future__ import annotations
@@ -25,17 +26,18 @@ from kvstore_xfer.gate.figures import CONTROLS, arm_figures, attention_figures, 
 from kvstore_xfer.gate.lengths import CALIBRATION
 from kvstore_xfer.gate.record import Thresholds
 from kvstore_xfer.mapper.convert_select import make_converter
-from kvstore_xfer.mapper.maps import Method
+from kvstore_xfer.mapper.maps import Method, same_geometry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvstore_xfer.fit.text import TokenSequence
+    from kvstore_xfer.models.description import ModelDescription
 
 LIKELY = "likely"
 UNLIKELY = "unlikely"
-METHODS = (Method.HEAD_LOCAL, Method.FULL_HEAD)  # small ones first
 PLANNED_SEQUENCES = 500
+PLANNED_PASSAGES = 60  # as `kvxfer check` takes
 _ARMS = ("native", "mapped", "wrong", "none", "source")
 _CHECKED_EVERY = 4  # documents kept for measuring
 _LEAST_LEFT = 0.5  # no extrapolation promises more than half of the measured KL
@@ -88,10 +90,11 @@ def predict(
     *,
     thresholds: Thresholds | None = None,
     planned: int = PLANNED_SEQUENCES,
+    passages: int = PLANNED_PASSAGES,
     device: str = "cpu",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Forecast:
-    """Forecast the gate's verdict for a fit on `planned` sequences of this length.
+    """Forecast the gate's verdict on `passages` for a fit on `planned` sequences of this length.
 
     Raises TextError when there are too few sequences or documents.
     """
@@ -100,18 +103,26 @@ def predict(
         return Forecast(UNLIKELY, "", reason)
     fitted, checked = _split(sequences)
     limits, methods = thresholds or Thresholds(), []
-    for number, method in enumerate(METHODS):
+    tried = methods_of(source.description, target.description)
+    for number, method in enumerate(tried):
         trial = _Trial(source, target, method, checked, device)
         whole = trial.measure(fitted, None)
         half = trial.measure(fitted[: len(fitted) // 2], whole.layers)
-        methods.append(_forecast(method, half, whole, len(fitted), planned, limits))
-        progress(number + 1, len(METHODS))
+        shares = len(fitted) / planned, trial.documents / passages
+        methods.append(_forecast(method, half, whole, shares, limits))
+        progress(number + 1, len(tried))
         if methods[-1].passes:
             break  # what follows is larger
     controls = tuple((arm, whole.figures["arms"][arm]["kl"]["mean"]) for arm in CONTROLS)
     best = methods[-1] if methods[-1].passes else min(methods, key=lambda m: m.expected_kl)
     verdict = LIKELY if best.passes else UNLIKELY
     return Forecast(verdict, best.method, best.failure, tuple(methods), controls, len(sequences))
+
+
+def methods_of(source: ModelDescription, target: ModelDescription) -> tuple[Method, ...]:
+    """What is tried for this pair, small ones first."""
+    fine_tune = (Method.RESIDUAL,) if same_geometry(source, target) else ()
+    return (*fine_tune, Method.HEAD_LOCAL, Method.FULL_HEAD)
 
 
 def _impossible(source: Runner, target: Runner, token: int) -> str:
@@ -159,6 +170,10 @@ class _Trial:
     checked: list[TokenSequence]
     device: str
 
+    @property
+    def documents(self) -> int:
+        return len({passage.document for passage in self.checked})
+
     def measure(self, fitted: Sequence[TokenSequence], layers: int | None) -> _Measured:
         source, target = (Side(m.description, m.capture) for m in (self.source, self.target))
         options = FitOptions(self.method, layers=layers, ridge=_RIDGE)
@@ -182,14 +197,14 @@ def _forecast(
     method: Method,
     half: _Measured,
     whole: _Measured,
-    sequences: int,
-    planned: int,
+    shares: tuple[float, float],
     limits: Thresholds,
 ) -> MethodForecast:
+    """`shares`: what there was of the sequences and of the passages that there will be."""
     mapped = whole.figures["arms"]["mapped"]
     kl, before = mapped["kl"]["mean"], half.figures["arms"]["mapped"]["kl"]["mean"]
     falling = max(0.0, before - kl)
-    expected = max(_LEAST_LEFT * kl, kl - falling * max(0.0, 1 - sequences / planned))
+    expected = max(_LEAST_LEFT * kl, kl - falling * max(0.0, 1 - shares[0]))
     worst = whole.attention["by_layer"][whole.attention["worst_layer"]]["mean"]
     forecast = MethodForecast(
         method=method.value,
@@ -202,45 +217,45 @@ def _forecast(
         worst_cosine=worst,
         failure="",
     )
-    return replace(forecast, failure=_failure(whole, expected / kl if kl else 1.0, limits))
+    scale, width = expected / kl if kl else 1.0, min(1.0, shares[1] ** 0.5)
+    return replace(forecast, failure=_failure(whole, scale, width, limits))
 
 
-def _failure(whole: _Measured, scale: float, limits: Thresholds) -> str:
-    """What the gate would say of the means, once KL has fallen by `scale`.
+def _failure(whole: _Measured, scale: float, width: float, limits: Thresholds) -> str:
+    """What the gate would say, once KL has fallen by `scale` and intervals to `width`.
 
-    What is lost in loss, agreement and cosine is taken to fall with it.
+    What is lost in loss, agreement and cosine is taken to fall with KL.
     """
     if whole.broken is not None:
         return f"logits: the {whole.broken} arm gave values that are not numbers"
+
+    def toward_one(value: float) -> float:
+        return 1 - (1 - value) * scale
+
+    def moved(cell: dict[str, float], move: Callable[[float], float]) -> dict[str, float]:
+        mean = cell["mean"]
+        return {end: move(mean + width * (value - mean)) for end, value in cell.items()}
+
     attention = {
         "worst_layer": whole.attention["worst_layer"],
-        "mean": _toward_one(whole.attention["mean"]["mean"], scale),
-        "by_layer": [_toward_one(cell["mean"], scale) for cell in whole.attention["by_layer"]],
+        "mean": moved(whole.attention["mean"], toward_one),
+        "by_layer": [moved(cell, toward_one) for cell in whole.attention["by_layer"]],
     }
-    arms = {
-        arm: {name: _point(cell["mean"]) for name, cell in row.items()}
-        for arm, row in whole.figures["arms"].items()
-    }
+    arms = {arm: dict(row) for arm, row in whole.figures["arms"].items()}
     native, mapped = arms["native"]["loss"]["mean"], arms["mapped"]
-    mapped["top1"] = _toward_one(mapped["top1"]["mean"], scale)
-    mapped["loss"] = _point(native + (mapped["loss"]["mean"] - native) * scale)
-    ratio = whole.figures["perplexity_ratio"]["mean"]
+    mapped["top1"] = moved(mapped["top1"], toward_one)
+    mapped["loss"] = moved(mapped["loss"], lambda loss: native + (loss - native) * scale)
     figures = {
         "prefix_tokens": 0,
         "arms": arms,
         "kl_share": {
-            arm: _point(cell["mean"] * scale) for arm, cell in whole.figures["kl_share"].items()
+            arm: moved(cell, lambda share: share * scale)
+            for arm, cell in whole.figures["kl_share"].items()
         },
-        "perplexity_ratio": _point(ratio**scale),
+        "perplexity_ratio": moved(
+            whole.figures["perplexity_ratio"], lambda ratio: float(ratio**scale)
+        ),
     }
     return attention_failure(attention, limits) or arms_failure(
         CALIBRATION, figures, figures, limits
     )
-
-
-def _point(value: float) -> dict[str, float]:
-    return {"mean": value, "low": value, "high": value}
-
-
-def _toward_one(value: float, scale: float) -> dict[str, float]:
-    return _point(1 - (1 - value) * scale)

@@ -1,13 +1,16 @@
 """Prints the table of docs/fidelity.md: the forecast beside the gate's verdict, for all pairs.
 
 The bed is every ordered pair of the shipped small and large model, a fine-tune of small, an
-unrelated model of the same tokenizer, large with scrambled tokens, and large untrained.
+unrelated model of the same tokenizer, large with scrambled tokens, and large untrained; with --real
+the three models of tests/bench/smol.py.
 
-python tests/bench/bench_predict.py [SOURCE:TARGET ...]    (default: every ordered pair)
+    python tests/bench/bench_predict.py [--real FOLDER] [SOURCE:TARGET ...]
+
+Without pairs every ordered one of the bed.
 """
 
+import argparse
 import itertools
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,7 +22,7 @@ from kvstore_xfer.fit.accumulate import FitOptions
 from kvstore_xfer.fit.run import fit
 from kvstore_xfer.fit.text import cut_sequences
 from kvstore_xfer.gate.check import check
-from kvstore_xfer.gate.predict import LIKELY, METHODS, predict
+from kvstore_xfer.gate.predict import LIKELY, methods_of, predict
 from kvxfer_transformers.model import load_model
 from kvxfer_transformers.remembered import RememberedModel
 
@@ -35,14 +38,14 @@ BED = {
     "untrained": lambda out: untrained(FAMILY / "large", out),
     "unrelated": lambda out: from_scratch(FAMILY / "small", out),
 }
+REAL = ("base", "pruned", "tuned")
 
 
-def bed(names: list[str], work: Path) -> dict:
+def bed(names: list[str], real: Path | None, work: Path) -> dict:
+    folders = {name: real / name if real else BED[name](work / name) for name in names}
     return {
-        name: RememberedModel(
-            load_model(BED[name](work / name), dtype=torch.float32), work / "said" / name
-        )
-        for name in names
+        name: RememberedModel(load_model(folder, dtype=torch.float32), work / "said" / name)
+        for name, folder in folders.items()
     }
 
 
@@ -51,7 +54,7 @@ def gate(source, target, passages, layers: dict, work: Path):
     text = FAMILY / "text" / "calibration.jsonl"
     sequences = cut_sequences(text, source.tokenize, tokens=TOKENS, count=SEQUENCES)
     records = []
-    for method in METHODS:
+    for method in methods_of(source.description, target.description):
         options = FitOptions(method, layers.get(method.value), 1e-3)
         artifact = fit(source.side, target.side, sequences, work / "mapper", options)
         records.append((method.value, check(artifact, source, target, passages, PREFIX)))
@@ -65,7 +68,7 @@ def row(names, models, passages, work: Path) -> bool:
     text = FAMILY / "text" / "calibration.jsonl"
     few = cut_sequences(text, source.tokenize, tokens=TOKENS, count=TRIAL)
     started = time.perf_counter()
-    forecast = predict(source, target, few, planned=SEQUENCES)
+    forecast = predict(source, target, few, planned=SEQUENCES, passages=PASSAGES)
     seconds = time.perf_counter() - started
     layers = {m.method: m.layers for m in forecast.methods}
     records = gate(source, target, passages, layers, work)
@@ -85,12 +88,18 @@ def row(names, models, passages, work: Path) -> bool:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("pairs", nargs="*", metavar="SOURCE:TARGET")
+    parser.add_argument("--real", type=Path, metavar="FOLDER")
+    chosen = parser.parse_args()
     torch.set_num_threads(1)
-    given = [tuple(pair.split(":")) for pair in sys.argv[1:]]
-    pairs = given or list(itertools.permutations(BED, 2))
+    everything = itertools.permutations(REAL if chosen.real else BED, 2)
+    pairs = [tuple(pair.split(":")) for pair in chosen.pairs] or list(everything)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        models = bed(list(dict.fromkeys(name for pair in pairs for name in pair)), work)
+        models = bed(
+            list(dict.fromkeys(name for pair in pairs for name in pair)), chosen.real, work
+        )
         passages = cut_sequences(
             FAMILY / "text" / "heldout.jsonl",
             next(iter(models.values())).tokenize,

@@ -8,7 +8,7 @@ import torch
 
 from kvstore_xfer.errors import TextError
 from kvstore_xfer.fit.text import cut_sequences
-from kvstore_xfer.gate.predict import _failure, _Measured, predict
+from kvstore_xfer.gate.predict import _failure, _Measured, methods_of, predict
 from kvstore_xfer.gate.record import Thresholds
 
 
@@ -59,6 +59,12 @@ def test_what_no_fit_can_mend_is_said_at_once(family_models, sequences):
     assert forecast.reason.startswith("pair: ")
 
 
+def test_a_fine_tune_is_tried_with_a_residual_first(family_models):
+    small, large = family_models.source.description, family_models.target.description
+    assert next(method.value for method in methods_of(small, small)) == "residual"
+    assert [method.value for method in methods_of(small, large)] == ["head-local", "full-head"]
+
+
 def test_too_little_text_is_asked_for(family_models, sequences):
     with pytest.raises(TextError, match="a forecast needs 16 to fit on"):
         predict(family_models.source, family_models.target, sequences[:8])
@@ -66,7 +72,7 @@ def test_too_little_text_is_asked_for(family_models, sequences):
 
 def measured(kl, cosine):
     def point(value):
-        return {"mean": value, "low": 0.0, "high": 99.0}
+        return {"mean": value, "low": value, "high": value}
 
     arms = {
         arm: {"loss": point(3.0), "kl": point(k), "top1": point(0.9)}
@@ -89,7 +95,15 @@ def measured(kl, cosine):
         (0.05, 0.85, 0.6, ""),
     ],
 )
-def test_means_are_held_against_the_gates_thresholds(kl, cosine, scale, reason):
-    found = _failure(measured(kl, cosine), scale, Thresholds())
+def test_what_a_real_fit_will_have_is_held_against_the_gates_thresholds(kl, cosine, scale, reason):
+    found = _failure(measured(kl, cosine), scale, 1.0, Thresholds())
     assert found.startswith(reason)
     assert bool(found) == bool(reason)
+
+
+def test_intervals_are_as_wide_as_the_gates_will_be():
+    """A share of 0.25 that may be 0.75 after few passages, and 0.45 after six times as many."""
+    few = measured(0.05, 0.99)
+    few.figures["kl_share"]["none"]["high"] = 0.75
+    assert _failure(few, 1.0, 1.0, Thresholds()).startswith("kl_share.none")
+    assert _failure(few, 1.0, 0.4, Thresholds()) == ""
