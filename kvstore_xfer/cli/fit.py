@@ -17,16 +17,21 @@ from kvstore_xfer.cli.common import (
 from kvstore_xfer.cli.models import add_pair_options, load_pair
 from kvstore_xfer.errors import ConfigError
 from kvstore_xfer.fit.accumulate import FitOptions, require_pair
+from kvstore_xfer.fit.checkpoint import FOLDER
 from kvstore_xfer.fit.run import Side, fit
-from kvstore_xfer.fit.text import cut_sequences
-from kvstore_xfer.mapper.artifact import MANIFEST_FILE
+from kvstore_xfer.fit.text import cut_sequences, sequences_digest
+from kvstore_xfer.mapper.artifact import MANIFEST_FILE, PARTIAL, load
 from kvstore_xfer.mapper.maps import Method
 from kvstore_xfer.models.description import describe
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
 
+    from kvstore_xfer.fit.text import TokenSequence
     from kvstore_xfer.mapper.artifact import Artifact
+    from kvstore_xfer.models.description import ModelDescription
+    from kvxfer_transformers.model import LoadedModel
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -63,7 +68,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--sequence-tokens", type=positive_int, default=1024, help="tokens each (default: 1024)"
     )
     parser.add_argument(
-        "--resume", action="store_true", help="go on after the checkpoint of an interrupted fit"
+        "--resume",
+        action="store_true",
+        help="go on after the checkpoint of an interrupted fit; a finished one is left as it is",
     )
     parser.add_argument("--json", action="store_true", help="print the manifest's facts as JSON")
     parser.set_defaults(run=run)
@@ -71,6 +78,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(options: argparse.Namespace) -> int:
     chosen = _fit_options(options)
+    _require_vacant(options.out, resume=options.resume)
     _require_writable(options.out)
     # A folder is remembered by its full path: 'check' may run elsewhere.
     options.source, options.target = map(_located, (options.source, options.target))
@@ -79,8 +87,25 @@ def run(options: argparse.Namespace) -> int:
     sequences = cut_sequences(
         options.text, source.tokenize, tokens=options.sequence_tokens, count=options.sequences
     )
+    if (options.out / MANIFEST_FILE).exists():
+        artifact = load(options.out)
+        sides = (source.description, target.description)
+        _require_same(options.out, artifact, sides, sequences, chosen)
+    else:
+        artifact = _fit(options, (source, target), sequences, chosen)
+    sys.stdout.write(_as_json(artifact) if options.json else _as_text(artifact, options.out))
+    return 0
+
+
+def _fit(
+    options: argparse.Namespace,
+    models: tuple[LoadedModel, LoadedModel],
+    sequences: Sequence[TokenSequence],
+    chosen: FitOptions,
+) -> Artifact:
+    source, target = models
     with progress("fitting") as update:
-        artifact = fit(
+        return fit(
             Side(source.description, source.capture),
             Side(target.description, target.capture, target.capture_queries, target.sensitivity),
             sequences,
@@ -91,8 +116,6 @@ def run(options: argparse.Namespace) -> int:
             dtype=str(target.dtype).removeprefix("torch."),
             progress=update,
         )
-    sys.stdout.write(_as_json(artifact) if options.json else _as_text(artifact, options.out))
-    return 0
 
 
 def _fit_options(options: argparse.Namespace) -> FitOptions:
@@ -107,6 +130,53 @@ def _fit_options(options: argparse.Namespace) -> FitOptions:
 
 def _located(model: str) -> str:
     return str(Path(model).resolve()) if Path(model).is_dir() else model
+
+
+def _require_vacant(out: Path, *, resume: bool) -> None:
+    """Nothing is replaced: a mapper may be serving, and holds the record of its check.
+
+    With `resume` a finished mapper may be there. Raises ConfigError.
+    """
+    if not out.is_dir():
+        return
+    found = sorted(name for name in os.listdir(out) if name not in (FOLDER, "lost+found"))
+    found = [name for name in found if not name.endswith(PARTIAL)]
+    if MANIFEST_FILE in found and not resume:
+        raise ConfigError(
+            f"--out {out}: holds a mapper; give another folder, or remove it and fit anew"
+        )
+    if found and MANIFEST_FILE not in found:
+        raise ConfigError(f"--out {out}: holds other files ({found[0]}); give a folder of its own")
+
+
+def _require_same(
+    out: Path,
+    artifact: Artifact,
+    models: tuple[ModelDescription, ModelDescription],
+    sequences: Sequence[TokenSequence],
+    options: FitOptions,
+) -> None:
+    """A fit that has come to its end is gone on with by leaving it as it is.
+
+    Raises ConfigError when the mapper is the end of another one.
+    """
+    mapper, made = artifact.mapper, artifact.fit
+    pairs = {
+        "--source": (mapper.source.fingerprint(), models[0].fingerprint()),
+        "--target": (mapper.target.fingerprint(), models[1].fingerprint()),
+        "--text, --sequences or --sequence-tokens": (
+            made["calibration"]["digest"],
+            sequences_digest(sequences),
+        ),
+        "--method": (mapper.method, options.method),
+        "--weights": (made["weights"], "attention" if options.weighted else "none"),
+    }
+    differs = [name for name, (one, other) in pairs.items() if one != other]
+    if differs:
+        raise ConfigError(
+            f"--out {out}: holds the mapper of another fit ({differs[0]} differs); give another "
+            "folder, or remove it"
+        )
 
 
 def _require_writable(out: Path) -> None:

@@ -176,7 +176,7 @@ def require_split(fitted: float, held_out: float) -> None:
     if not fitted or not held_out:
         raise ConfigError(
             f"--sequences: a fit needs at least {HELD_OUT_EVERY} sequences (one of them is "
-            "held out); give more text"
+            "held out); give a larger number or more text"
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvstore_xfer.errors import TextError
+from kvstore_xfer.errors import ConfigError, TextError
 from kvstore_xfer.fit.text import cut_sequences
 from kvstore_xfer.gate.score import text_loss
 
@@ -54,8 +54,15 @@ def cut_lengths(
     """Up to `count` passages for each wanted length; `prefix` + `tail` is the calibration length.
 
     `longest` is the context both models can use, 0 for no limit. Raises TextError when the file
-    holds no document that is long enough for a length the models can do.
+    holds no document that is long enough for a length the models can do, and ConfigError when the
+    calibration length itself is more than that.
     """
+    if longest and prefix + tail > longest:
+        raise ConfigError(
+            f"--prefix-tokens {prefix} and --tail-tokens {tail} are more than the {longest} tokens "
+            "that the models can use (--max-tokens, the manifest's gate section or their configs); "
+            "give fewer"
+        )
     return [
         _cut(path, tokenize, name, tokens, tail, count, longest)
         for name in LENGTHS
@@ -99,7 +106,7 @@ def _cut(
     total = prefix + tail
     if name == SHORT and prefix < SHORT_PREFIX:
         return Length(name, prefix, skipped=f"the calibration length's {prefix} tokens are short")
-    if name != CALIBRATION and longest and total > longest:
+    if longest and total > longest:
         return Length(name, prefix, skipped=f"{total} tokens are more than the models' {longest}")
     try:
         passages = cut_sequences(path, tokenize, tokens=total, count=count)

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from kvstore_xfer.errors import ArtifactError
 from kvstore_xfer.gate.relation import Relation, fit_relation, make_probes
+from kvstore_xfer.mapper.artifact import READABLE
 
 if TYPE_CHECKING:
     import os
@@ -79,6 +80,7 @@ def save_watch(folder: str | os.PathLike[str], dtype: str, record: WatchRecord) 
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         save_file({_PROBES: record.probes}, temporary, metadata)
+        temporary.chmod(READABLE)
         temporary.replace(path)
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)

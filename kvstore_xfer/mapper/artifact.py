@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 WEIGHTS_FILE = "mapper.safetensors"
 MANIFEST_FILE = "manifest.json"
+PARTIAL = ".partial"
+READABLE = 0o644  # engines run as other users; safetensors writes for its own alone
 FORMAT = 1
 _REMEDY = "fit the pair again with 'kvxfer fit'"
 
@@ -59,6 +61,7 @@ def save(folder: str | os.PathLike[str], artifact: Artifact) -> Artifact:
     path = Path(folder)
     with _written(path / WEIGHTS_FILE) as weights:
         save_file(_tensors(artifact.mapper), weights)
+        weights.chmod(READABLE)
         description = _describe(artifact.mapper, _file_digest(weights))
         mapper = replace(artifact.mapper, digest=_digest(description)[:32])
         with _written(path / MANIFEST_FILE) as manifest:
@@ -182,7 +185,7 @@ def _written(file: Path) -> Iterator[Path]:
 
     On an error nothing is left of it. Raises ArtifactError for what the file system refuses.
     """
-    partial = file.with_name(f"{file.name}.partial")
+    partial = file.with_name(file.name + PARTIAL)
     new = not file.parent.exists()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

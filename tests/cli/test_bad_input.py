@@ -15,32 +15,6 @@ FAMILY = Path(__file__).parents[1] / "data" / "family"
 TEXT = FAMILY / "text" / "heldout.jsonl"
 
 
-@pytest.fixture(autouse=True)
-def digest_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("KVXFER_CACHE_DIR", str(tmp_path_factory.mktemp("digests")))
-
-
-@pytest.fixture
-def fails(tmp_path, capfd):
-    """Runs a command that must fail; returns its one line."""
-
-    def call(*arguments):
-        before = tree(tmp_path)
-        code = main([str(argument) for argument in arguments])
-        output = capfd.readouterr()
-        assert (code, output.out) == (2, "")
-        lines = [line for line in output.err.splitlines() if line.strip()]
-        assert len(lines) == 1, output.err
-        assert tree(tmp_path) == before
-        return lines[0]
-
-    return call
-
-
-def tree(folder):
-    return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
-
-
 @pytest.fixture
 def fit(fails, tmp_path):
     def call(source=FAMILY / "small", target=FAMILY / "large", text=TEXT, out=None, *more):
