@@ -35,15 +35,28 @@ from kvxfer_transformers.model import load_model
 from kvxfer_transformers.remembered import RememberedModel
 
 MODELS = ("base", "pruned", "tuned")
-PREFIX, TAIL, QUESTIONS = 192, 64, 60
+PREFIX, TAIL = 192, 64
 HEAD_LOCAL_LAYERS = 6
 HEAD_LOCAL = f"head-local, k = {HEAD_LOCAL_LAYERS}"
+SMALL = "head-local, k = 1"  # about as many parameters as residual
 WEIGHTED = f"head-local, attention weights, k = {HEAD_LOCAL_LAYERS}"
 FULL_HEAD = "full-head, k = 2"  # three heads each: as many parameters
+WEIGHTED_FULL = "full-head, attention weights, k = 2"
+WIDE = "full-head, k = 6"
 LOW_RANK = "low-rank, k = 8"
 LARGE = "low-rank, all layers"
 RESIDUAL = "residual"
-METHODS = (HEAD_LOCAL, FULL_HEAD, LOW_RANK, RESIDUAL, WEIGHTED, LARGE)
+METHODS = (
+    HEAD_LOCAL,
+    FULL_HEAD,
+    WIDE,
+    LOW_RANK,
+    SMALL,
+    RESIDUAL,
+    WEIGHTED,
+    WEIGHTED_FULL,
+    LARGE,
+)
 # Everything is measured whatever it is; the verdict is asked for afterwards.
 MEASURE = Thresholds(
     min_cosine=-1,
@@ -72,6 +85,9 @@ def options(name: str, source: RememberedModel, target: RememberedModel) -> FitO
         HEAD_LOCAL: FitOptions(Method.HEAD_LOCAL, HEAD_LOCAL_LAYERS),
         WEIGHTED: FitOptions(Method.HEAD_LOCAL, HEAD_LOCAL_LAYERS, weighted=True),
         FULL_HEAD: FitOptions(Method.FULL_HEAD, 2),
+        WEIGHTED_FULL: FitOptions(Method.FULL_HEAD, 2, weighted=True),
+        SMALL: FitOptions(Method.HEAD_LOCAL, 1),
+        WIDE: FitOptions(Method.FULL_HEAD, 6),
         RESIDUAL: FitOptions(Method.RESIDUAL),
     }[name]
 
@@ -165,11 +181,11 @@ def table(names: tuple[str, str], models: dict, chosen: list[str], text: Texts) 
         model.forget_reads()
 
 
-def texts(tokenize, work: Path, sequences: int, notes: int, passages: int) -> Texts:
+def texts(tokenize, work: Path, sequences: int, notes: int, passages: int, questions: int) -> Texts:
     tokens, heldout = PREFIX + TAIL, FAMILY / "text" / "heldout.jsonl"
     calibration = FAMILY / "text" / "calibration.jsonl"
     sizes = {"prefix": PREFIX, "tail": TAIL, "count": passages, "longest": 0, "wanted": LENGTHS}
-    write_facts(work / "facts.jsonl", list(read_documents(heldout)), QUESTIONS)
+    write_facts(work / "facts.jsonl", list(read_documents(heldout)), questions)
     write_notes(work / "notes.jsonl", notes)
     return Texts(
         [
@@ -190,6 +206,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=160, help="speeches to fit on")
     parser.add_argument("--notes", type=int, default=48, help="and notes (notes.py)")
     parser.add_argument("--passages", type=int, default=16)
+    parser.add_argument("--questions", type=int, default=60)
     parser.add_argument("--kept", type=Path, help="where to keep what the models said")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
@@ -201,7 +218,7 @@ def main() -> None:
             )
             for name in MODELS
         }
-        sizes = (chosen.sequences, chosen.notes, chosen.passages)
+        sizes = (chosen.sequences, chosen.notes, chosen.passages, chosen.questions)
         text = texts(models["base"].tokenize, work, *sizes)
         for pair in PAIRS:
             if chosen.source in (None, pair[0]) and chosen.target in (None, pair[1]):
@@ -209,7 +226,7 @@ def main() -> None:
 
 
 def methods_of(pair: tuple[str, str]) -> list[str]:
-    fine_tune = () if "pruned" in pair else (RESIDUAL,)
+    fine_tune = () if "pruned" in pair else (SMALL, RESIDUAL)
     return [HEAD_LOCAL, FULL_HEAD, WEIGHTED, *fine_tune]
 
 

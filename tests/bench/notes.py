@@ -16,11 +16,21 @@ if TYPE_CHECKING:
 
 _PEOPLE = (
     "Alice Oscar Victor Julia Martin Sophie Edward Laura Simon Helen George Nora Walter Irene Hugo "
-    "Stella Felix Ruth Conrad Amelia Bruno Diana Ernest Flora"
+    "Stella Felix Ruth Conrad Amelia Bruno Diana Ernest Flora Peter Mary John Susan Robert Linda "
+    "Thomas Sarah Charles Nancy Daniel Margaret Paul Betty Mark Sandra Steven Ashley Andrew Donna "
+    "Kenneth Carol Joshua Amanda Kevin Melissa Brian Rebecca Gary Sharon Eric Cynthia Stephen Amy "
+    "Larry Angela Justin Brenda Scott Pamela Samuel Nicole Gregory Samantha Patrick Rachel Dennis "
+    "Janet Jerry Maria Tyler Heather Aaron Diane Jose Joyce Adam Virginia Nathan Judith Carlos"
 )
 _PLACES = (
     "Lisbon Oslo Athens Warsaw Prague Sydney Toronto Havana Lima Moscow Geneva Zurich Seattle "
-    "Denver Bristol Leeds Naples Milan Lyon Munich Hamburg Kyoto Seoul Manila"
+    "Denver Bristol Leeds Naples Milan Lyon Munich Hamburg Kyoto Seoul Manila Madrid Barcelona "
+    "Vienna Brussels Amsterdam Rotterdam Copenhagen Stockholm Helsinki Budapest Bucharest Sofia "
+    "Belgrade Istanbul Ankara Baghdad Tehran Jerusalem Damascus Nairobi Lagos Casablanca Tunis "
+    "Mumbai Calcutta Bangkok Singapore Jakarta Shanghai Beijing Tokyo Osaka Melbourne Auckland "
+    "Montreal Vancouver Ottawa Philadelphia Baltimore Atlanta Miami Houston Dallas Phoenix "
+    "Detroit Cleveland Pittsburgh Portland Nashville Memphis Orlando Buffalo Edinburgh Glasgow "
+    "Manchester Liverpool Oxford Cambridge Cardiff Belfast Florence Venice Turin Genoa Marseille"
 )
 _TRADES = (
     "carpenter doctor sailor tailor gardener clerk musician engineer cook soldier judge librarian"
@@ -40,15 +50,20 @@ _NOTES_A_DOCUMENT = 16
 
 
 def write_notes(path: Path, count: int) -> None:
-    """`count` documents of some 300 tokens as JSON lines; the same every time."""
+    """`count` documents of some 300 tokens as JSON lines; the same every time.
+
+    Of people and places there are half as many, so that each is met again and again.
+    """
     draw = random.Random(9)
-    lines = ("\n\n".join(_note(draw) for _ in range(_NOTES_A_DOCUMENT)) for _ in range(count))
+    people, places = (words.split()[: max(2, count // 2)] for words in (_PEOPLE, _PLACES))
+    notes = ((_note(draw, people, places) for _ in range(_NOTES_A_DOCUMENT)) for _ in range(count))
+    lines = map("\n\n".join, notes)
     path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
 
 
-def _note(draw: random.Random) -> str:
-    a, b = draw.sample(_PEOPLE.split(), 2)
-    p, q = draw.sample(_PLACES.split(), 2)
+def _note(draw: random.Random, people: list[str], places: list[str]) -> str:
+    a, b = draw.sample(people, 2)
+    p, q = draw.sample(places, 2)
     j, k = draw.sample(_TRADES.split(), 2)
     y, z = (draw.randrange(1850, 1990) for _ in "yz")
     words = {"a": a, "b": b, "p": p, "q": q, "j": j, "k": k, "y": y, "z": z}
