@@ -18,8 +18,8 @@ from kvstore_xfer.cli.models import add_pair_options, load_pair
 from kvstore_xfer.errors import ConfigError
 from kvstore_xfer.fit.accumulate import FitOptions, require_pair
 from kvstore_xfer.fit.checkpoint import FOLDER
-from kvstore_xfer.fit.run import Side, fit
-from kvstore_xfer.fit.text import cut_sequences, sequences_digest
+from kvstore_xfer.fit.run import Side, fit, run_key, run_key_of
+from kvstore_xfer.fit.text import cut_sequences
 from kvstore_xfer.mapper.artifact import MANIFEST_FILE, PARTIAL, load
 from kvstore_xfer.mapper.maps import Method
 from kvstore_xfer.models.description import describe
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from kvstore_xfer.fit.text import TokenSequence
     from kvstore_xfer.mapper.artifact import Artifact
-    from kvstore_xfer.models.description import ModelDescription
     from kvxfer_transformers.model import LoadedModel
 
 
@@ -89,8 +88,8 @@ def run(options: argparse.Namespace) -> int:
     )
     if (options.out / MANIFEST_FILE).exists():
         artifact = load(options.out)
-        sides = (source.description, target.description)
-        _require_same(options.out, artifact, sides, sequences, chosen)
+        asked = run_key(source.description, target.description, sequences, chosen)
+        _require_same(options.out, artifact, asked)
     else:
         artifact = _fit(options, (source, target), sequences, chosen)
     sys.stdout.write(_as_json(artifact) if options.json else _as_text(artifact, options.out))
@@ -149,32 +148,17 @@ def _require_vacant(out: Path, *, resume: bool) -> None:
         raise ConfigError(f"--out {out}: holds other files ({found[0]}); give a folder of its own")
 
 
-def _require_same(
-    out: Path,
-    artifact: Artifact,
-    models: tuple[ModelDescription, ModelDescription],
-    sequences: Sequence[TokenSequence],
-    options: FitOptions,
-) -> None:
+def _require_same(out: Path, artifact: Artifact, asked: dict[str, str]) -> None:
     """A fit that has come to its end is gone on with by leaving it as it is.
 
     Raises ConfigError when the mapper is the end of another one.
     """
-    mapper, made = artifact.mapper, artifact.fit
-    pairs = {
-        "--source": (mapper.source.fingerprint(), models[0].fingerprint()),
-        "--target": (mapper.target.fingerprint(), models[1].fingerprint()),
-        "--text, --sequences or --sequence-tokens": (
-            made["calibration"]["digest"],
-            sequences_digest(sequences),
-        ),
-        "--method": (mapper.method, options.method),
-        "--weights": (made["weights"], "attention" if options.weighted else "none"),
-    }
-    differs = [name for name, (one, other) in pairs.items() if one != other]
+    made = run_key_of(artifact)
+    differs = [name for name in asked if made[name] != asked[name]]
     if differs:
+        field = differs[0].replace("--text", "--text, --sequences or --sequence-tokens")
         raise ConfigError(
-            f"--out {out}: holds the mapper of another fit ({differs[0]} differs); give another "
+            f"--out {out}: holds the mapper of another fit ({field} differs); give another "
             "folder, or remove it"
         )
 

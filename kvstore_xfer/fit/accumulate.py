@@ -23,6 +23,8 @@ from kvstore_xfer.mapper.maps import LayerMap, Mapper, Method, assign_heads
 from kvstore_xfer.rope.rotate import rope_tables, strip_rope
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvstore_xfer.blocks.page import KvPage
     from kvstore_xfer.models.description import ModelDescription
     from kvstore_xfer.rope.spec import RopeSpec
@@ -47,6 +49,11 @@ class FitOptions:
     rank: int | None = None
     weighted: bool = False
     hidden: int = 1024
+
+    @property
+    def weights(self) -> str:
+        """As the command line and the manifest name them."""
+        return "attention" if self.weighted else "none"
 
 
 class Accumulator:
@@ -99,7 +106,7 @@ class Accumulator:
         pairs = later_pairs(index, (self._source, source), (self._target, target), self._first)
         for component, (inputs, outputs) in pairs.items():
             self.moments[f"{component}.{split_of(index)}"].update(
-                self._inputs(inputs), self._outputs(outputs)
+                read_by(self._options.method, self._heads, inputs), self._outputs(outputs)
             )
 
     def choose(self) -> Choice:
@@ -152,18 +159,23 @@ class Accumulator:
             )
         return tuple(maps)
 
-    def _inputs(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``[L_s, T, H_s, d_s]`` -> ``[H_t, T, L_s * d_s]`` or ``[1, T, L_s * H_s * d_s]``."""
-        if self._options.method is Method.HEAD_LOCAL:
-            heads = torch.tensor(self._heads, device=tensor.device)
-            return tensor.index_select(2, heads).permute(2, 1, 0, 3).flatten(2)
-        return tensor.transpose(0, 1).flatten(1)[None]
-
     def _outputs(self, tensor: torch.Tensor) -> torch.Tensor:
         """``[L_t, T, H_t, d_t]`` -> ``[H_t, T, L_t * d_t]`` or ``[1, T, L_t * H_t * d_t]``."""
         if self._options.method is Method.HEAD_LOCAL:
             return tensor.permute(2, 1, 0, 3).flatten(2)
         return tensor.transpose(0, 1).flatten(1)[None]
+
+
+def read_by(method: Method, heads: Sequence[int], tensor: torch.Tensor) -> torch.Tensor:
+    """What the target's heads read: ``[L_s, T, H_s, d_s]`` -> ``[H_t, T, L_s * d_s]``.
+
+    In a full-head map all read the same, ``[1, T, L_s * H_s * d_s]``. `heads` is the source head
+    of each target head.
+    """
+    if method is Method.HEAD_LOCAL:
+        chosen = torch.tensor(heads, device=tensor.device)
+        return tensor.index_select(2, chosen).permute(2, 1, 0, 3).flatten(2)
+    return tensor.transpose(0, 1).flatten(1)[None]
 
 
 def split_of(index: int) -> str:

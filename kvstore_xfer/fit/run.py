@@ -80,7 +80,7 @@ def fit(
     told sequences done and in all.
     Raises ModelError and ConfigError as `Accumulator` does.
     """
-    run = {**_run_key(source.model, target.model, sequences, options), "--dtype": dtype}
+    run = {**run_key(source.model, target.model, sequences, options), "--dtype": dtype}
     loop = _Loop(sequences, out, run, resume, progress)
     finish = {
         Method.LOW_RANK: _fit_low_rank,
@@ -235,18 +235,31 @@ def _required(function: _Function | None, name: str) -> _Function:
     return function
 
 
-def _run_key(
+def run_key(
     source: ModelDescription,
     target: ModelDescription,
     sequences: Sequence[TokenSequence],
     options: FitOptions,
 ) -> dict[str, str]:
+    """What tells one fit from another, by the option that decides it."""
     return {
         "--source": source.fingerprint(),
         "--target": target.fingerprint(),
         "--text": sequences_digest(sequences),
         "--method": options.method.value,
-        "--weights": "attention" if options.weighted else "none",
+        "--weights": options.weights,
+    }
+
+
+def run_key_of(artifact: Artifact) -> dict[str, str]:
+    """`run_key` of the fit that came to its end with this mapper."""
+    mapper, made = artifact.mapper, artifact.fit
+    return {
+        "--source": mapper.source.fingerprint(),
+        "--target": mapper.target.fingerprint(),
+        "--text": made["calibration"]["digest"],
+        "--method": mapper.method.value,
+        "--weights": made["weights"],
     }
 
 
@@ -263,7 +276,7 @@ def _fit_record(
             "ngrams": sketch([sequence.tokens for sequence in sequences]),
         },
         "held_out": f"every {HELD_OUT_EVERY}th sequence, for layers, k and ridge",
-        "weights": "attention" if options.weighted else "none",
+        "weights": options.weights,
         "k": len(choice.layers[0]),
         "layers": "auto" if options.layers is None else options.layers,
         "ridge": {"keys": list(choice.ridges[0]), "values": list(choice.ridges[1])},

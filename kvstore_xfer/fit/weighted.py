@@ -16,6 +16,7 @@ import torch
 
 from kvstore_xfer.fit.accumulate import (
     FitOptions,
+    read_by,
     require_memory,
     require_split,
     split_of,
@@ -92,7 +93,8 @@ class WeightedAccumulator:
         split = split_of(index)
         for name, (inputs, outputs), rows in zip(_COMPONENTS, later, weights, strict=True):
             for layer, layers in enumerate(self._choice.layers):
-                x, y = self._inputs(inputs[list(layers)]), outputs[layer].transpose(0, 1)
+                x = read_by(self._options.method, self._heads, inputs[list(layers)])
+                x, y = x.expand(len(self._heads), -1, -1), outputs[layer].transpose(0, 1)
                 self.moments[f"{name}.{layer}.plain.{split}"].update(x, y)
                 self.moments[f"{name}.{layer}.attention.{split}"].update(x, y, rows[layer])
 
@@ -111,13 +113,6 @@ class WeightedAccumulator:
         )
         mapper.validate()
         return mapper, Choice(self._choice.layers, tuple(ridges), tuple(scores))
-
-    def _inputs(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``[k, T, H_s, d_s]`` -> ``[H_t, T, k * d_s]`` or ``[H_t, T, k * H_s * d_s]``."""
-        if self._options.method is Method.HEAD_LOCAL:
-            heads = torch.tensor(self._heads, device=tensor.device)
-            return tensor.index_select(2, heads).permute(2, 1, 0, 3).flatten(2)
-        return tensor.transpose(0, 1).flatten(1).expand(len(self._heads), -1, -1)
 
     def _solve(self, name: str, layer: int) -> tuple[LayerMap, float, float]:
         """The map, its ridge and its weighted held-out R^2."""

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from kvstore_xfer.errors import ArtifactError
 from kvstore_xfer.gate.relation import Relation, fit_relation, make_probes
-from kvstore_xfer.mapper.artifact import READABLE
+from kvstore_xfer.mapper.artifact import save_tensors
 
 if TYPE_CHECKING:
     import os
@@ -79,8 +78,7 @@ def save_watch(folder: str | os.PathLike[str], dtype: str, record: WatchRecord) 
     metadata = {_ABOUT: about, "checksum": _checksum(about, record.probes)}
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        save_file({_PROBES: record.probes}, temporary, metadata)
-        temporary.chmod(READABLE)
+        save_tensors({_PROBES: record.probes}, temporary, metadata)
         temporary.replace(path)
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 WEIGHTS_FILE = "mapper.safetensors"
 MANIFEST_FILE = "manifest.json"
 PARTIAL = ".partial"
-READABLE = 0o644  # engines run as other users; safetensors writes for its own alone
 FORMAT = 1
 _REMEDY = "fit the pair again with 'kvxfer fit'"
 
@@ -60,8 +59,7 @@ def save(folder: str | os.PathLike[str], artifact: Artifact) -> Artifact:
     """
     path = Path(folder)
     with _written(path / WEIGHTS_FILE) as weights:
-        save_file(_tensors(artifact.mapper), weights)
-        weights.chmod(READABLE)
+        save_tensors(_tensors(artifact.mapper), weights)
         description = _describe(artifact.mapper, _file_digest(weights))
         mapper = replace(artifact.mapper, digest=_digest(description)[:32])
         with _written(path / MANIFEST_FILE) as manifest:
@@ -69,6 +67,14 @@ def save(folder: str | os.PathLike[str], artifact: Artifact) -> Artifact:
             manifest.write_text(text, encoding="utf-8")
             weights.replace(path / WEIGHTS_FILE)
     return replace(artifact, mapper=mapper)
+
+
+def save_tensors(
+    tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None
+) -> None:
+    """For engines, which run as other users: safetensors alone writes for its own user only."""
+    save_file(tensors, path, metadata=metadata)
+    path.chmod(0o644)
 
 
 def record_gate(folder: str | os.PathLike[str], dtype: str, record: dict[str, Any]) -> None:

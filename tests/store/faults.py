@@ -316,47 +316,50 @@ def _torment(count, server, seconds):
             count.some(1000)
 
 
-def s3_faults(work, seconds, chance):
-    """500s in bursts and bodies slower than the time-out."""
+@contextlib.contextmanager
+def s3_behind_a_proxy(work, options=""):
+    """A proxy that makes faults, and a store behind it."""
     os.environ.update(s3_servers.LOGIN)
     with s3_servers.s3_server(work / "s3") as server:
         proxy = s3_servers.Proxy(server)
-        where = f"region=us-east-1&timeout=500ms&endpoint={quote(proxy.endpoint)}"
+        where = f"region=us-east-1&endpoint={quote(proxy.endpoint)}{options}"
         with contextlib.closing(proxy), open_store(f"s3://{s3_servers.BUCKET}?{where}") as store:
-            count = Count(store, chance)
-            end = time.monotonic() + seconds
-            while time.monotonic() < end:
-                proxy.failures = chance.choice([0, 1, 2, 20])
-                proxy.body_seconds = chance.choice([0.0, 0.0, 0.0, 2.0])
-                for _ in range(10):
-                    count.some(50)
-            proxy.failures, proxy.body_seconds = 0, 0.0
-            time.sleep(11)  # the breaker's longest pause
-            for number in sorted(count.confirmed):
-                count.read(number, final=True)
-            return count.figures()
+            yield proxy, store
+
+
+def s3_faults(work, seconds, chance):
+    """500s in bursts and bodies slower than the time-out."""
+    with s3_behind_a_proxy(work, "&timeout=500ms") as (proxy, store):
+        count = Count(store, chance)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            proxy.failures = chance.choice([0, 1, 2, 20])
+            proxy.body_seconds = chance.choice([0.0, 0.0, 0.0, 2.0])
+            for _ in range(10):
+                count.some(50)
+        proxy.failures, proxy.body_seconds = 0, 0.0
+        time.sleep(11)  # the breaker's longest pause
+        for number in sorted(count.confirmed):
+            count.read(number, final=True)
+        return count.figures()
 
 
 def tier_on_s3(work, seconds, chance):
     """Native blocks of a tier: 500s, answers that are late, bodies that do not end."""
-    os.environ.update(s3_servers.LOGIN)
-    with s3_servers.s3_server(work / "s3") as server:
-        proxy = s3_servers.Proxy(server)
-        where = f"region=us-east-1&endpoint={quote(proxy.endpoint)}"
-        with contextlib.closing(proxy), open_store(f"s3://{s3_servers.BUCKET}?{where}") as store:
-            count = TierCount(store, chance)
-            for number in range(20):
-                count.write(number)
-            end = time.monotonic() + seconds
-            while time.monotonic() < end:
-                proxy.failures = chance.choice([0, 0, 2, 20])
-                proxy.think_seconds = chance.choice([0.0, 0.0, 0.0, 3.0])
-                proxy.body_seconds = chance.choice([0.0, 0.0, 5.0])
-                for _ in range(10):
-                    count.ask(chance.randrange(20))
-            proxy.failures, proxy.think_seconds, proxy.body_seconds = 0, 0.0, 0.0
-            count.until_served()
-            return count.figures()
+    with s3_behind_a_proxy(work) as (proxy, store):
+        count = TierCount(store, chance)
+        for number in range(20):
+            count.write(number)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            proxy.failures = chance.choice([0, 0, 2, 20])
+            proxy.think_seconds = chance.choice([0.0, 0.0, 0.0, 3.0])
+            proxy.body_seconds = chance.choice([0.0, 0.0, 5.0])
+            for _ in range(10):
+                count.ask(chance.randrange(20))
+        proxy.failures, proxy.think_seconds, proxy.body_seconds = 0, 0.0, 0.0
+        count.until_served()
+        return count.figures()
 
 
 def tier_on_valkey(work, seconds, chance):

@@ -57,9 +57,9 @@ class Proxy:
     """Passes requests on to the server, failing as it is told.
 
     `failures`: so many answers from now on are a 500, as are all of paths with `broken` in them.
-    `think_seconds`: nothing is done about a
-    request for so long. `body_seconds`: an answer's body takes this long. `requests` lists the
-    methods that came; `most_at_once` is how many were under way together.
+    `think_seconds`: nothing is done about a request for so long. `body_seconds`: an answer's body
+    takes this long. `requests` lists the methods that came; `most_at_once` is how many were under
+    way together.
     """
 
     def __init__(self, server):
