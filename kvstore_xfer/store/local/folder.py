@@ -12,8 +12,6 @@ import shutil
 import struct
 import threading
 import time
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -26,6 +24,7 @@ from kvstore_xfer.store.local.environment import DAMAGE
 from kvstore_xfer.store.local.index import Entry, Index, raw_key
 from kvstore_xfer.store.local.layout import Layout, open_regular, parse_name, payload_name
 from kvstore_xfer.store.local.payload import read_header
+from kvstore_xfer.store.local.workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -37,10 +36,6 @@ U = TypeVar("U")
 logger = logging.getLogger(__name__)
 
 FAILURES = (lmdb.Error, OSError, struct.error)
-_THREADS = 4
-_SMALL_BYTES = 1 << 20
-_SMALL_HELPERS = 1
-_ALONE_BYTES = 16 << 20
 _TICK_SECONDS = 2.0
 _SWEEP_TICKS = 30
 _WALK_BATCH = 1024
@@ -73,7 +68,7 @@ class Folder:
         except BaseException:
             os.close(self._users)
             raise
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvxfer-store")
+        self._workers = Workers(f"store {root}")
         self._stop = threading.Event()
         try:
             if self._index.walked() is None:
@@ -117,40 +112,8 @@ class Folder:
     def map(
         self, work: Callable[[T], U], items: list[T], sizes: Sequence[int] | None = None
     ) -> list[U]:
-        """`work` for each item of so many bytes, several at once, the caller's thread among them.
-
-        Small items get one more thread: with others, threads wait for the interpreter and not for
-        the disk. A few small ones the caller does alone: while an engine keeps the interpreter
-        busy, handing over takes longer than the work.
-        """
-        helpers = min(len(items), _THREADS) - 1
-        if sizes is not None and max(sizes, default=0) < _SMALL_BYTES:
-            helpers = 0 if sum(sizes) <= _ALONE_BYTES else _SMALL_HELPERS
-        if helpers < 1:
-            return [work(item) for item in items]
-        todo = deque(enumerate(items))
-        results: dict[int, U] = {}
-
-        def take() -> None:
-            while True:
-                try:
-                    position, item = todo.popleft()
-                except IndexError:
-                    return
-                results[position] = work(item)
-
-        try:
-            helping = [self._pool.submit(take) for _ in range(helpers)]
-        except RuntimeError as error:  # the pool was shut down by another thread
-            raise StoreError(f"store {self.layout.root}: closed") from error
-        try:
-            take()
-        finally:
-            running = [future for future in helping if not future.cancel()]
-            wait(running)  # none may touch the caller's memory afterwards
-        for future in running:
-            future.result()
-        return [results[position] for position in range(len(items))]
+        """`Workers.map`."""
+        return self._workers.map(work, items, sizes)
 
     def touch(self, keys: Iterable[str]) -> None:
         """Remember a use; it reaches the index with the next write transaction."""
@@ -227,7 +190,7 @@ class Folder:
     def close(self) -> None:
         self._stop.set()
         self._keeper.join()
-        self._pool.shutdown()
+        self._workers.shutdown()
         try:
             self.update(lambda rows: None)
         except FAILURES as error:
@@ -427,7 +390,7 @@ class Folder:
         )
 
     def _abort(self) -> None:
-        self._pool.shutdown()
+        self._workers.shutdown()
         self._index.close()
         os.close(self._users)
 
