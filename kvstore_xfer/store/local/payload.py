@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # they are still in the cache. Writing goes in one call: the page cache then takes larger pages,
 # and gives the block back faster.
 ONE_CALL_BYTES = 1 << 20
-_READ_STEP = 768 << 10
+_READ_STEP = 384 << 10
 _WRITE_STEP = 1 << 30
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _PROBE_BYTES = 4096
