@@ -54,7 +54,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         type=auto_or_int,
         default=None,
         metavar="N|auto",
-        help="low-rank: as many parameters as a head-local map by default; residual: picked",
+        help="low-rank and low-rank-residual: as many parameters as a head-local map by default; "
+        "residual: picked",
     )
     parser.add_argument(
         "--hidden", type=positive_int, default=1024, help="width of an mlp (default: 1024)"
@@ -122,7 +123,7 @@ def _fit_options(options: argparse.Namespace) -> FitOptions:
     method, weighted = Method(options.method), options.weights == "attention"
     if weighted and not method.affine:
         raise ConfigError(f"--weights attention: not for {method.value}; use --method head-local")
-    if options.rank is not None and method not in (Method.LOW_RANK, Method.RESIDUAL):
+    if options.rank is not None and not (method.encoded or method.residual):
         raise ConfigError(f"--rank {options.rank}: not for {method.value}; use --method low-rank")
     return FitOptions(method, options.layers, options.ridge, options.rank, weighted, options.hidden)
 

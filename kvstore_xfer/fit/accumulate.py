@@ -19,7 +19,7 @@ from kvstore_xfer.fit.first_token import FirstToken
 from kvstore_xfer.fit.moments import Moments
 from kvstore_xfer.fit.select import Choice, Component, choose, rank_layers
 from kvstore_xfer.fit.solve import solve_ridge
-from kvstore_xfer.mapper.maps import LayerMap, Mapper, Method, assign_heads
+from kvstore_xfer.mapper.maps import LayerMap, Mapper, Method, assign_heads, same_geometry
 from kvstore_xfer.rope.rotate import rope_tables, strip_rope
 
 if TYPE_CHECKING:
@@ -201,6 +201,17 @@ def require_pair(source: ModelDescription, target: ModelDescription) -> None:
         raise ModelError(
             f"{source.name} and {target.name}: tokenizers differ (vocabulary, merges or added "
             "tokens), so token i is not the same text in both; choose models of one family"
+        )
+
+
+def require_same_geometry(
+    source: ModelDescription, target: ModelDescription, method: Method
+) -> None:
+    """Raises ConfigError unless each layer and head of one has its like in the other."""
+    if not same_geometry(source, target):
+        raise ConfigError(
+            f"--method {method.value}: the models differ in layers or heads; use head-local or "
+            "low-rank"
         )
 
 

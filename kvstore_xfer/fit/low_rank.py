@@ -10,6 +10,9 @@ the target's sensitivity: block-diagonal, for each layer, head and component the
 over gradients g of the log-likelihood of tokens that the target itself would say. That is the
 Fisher information, the second-order expansion of the KL divergence that an error of the cache
 causes; it decides which directions of which layers the rank is spent on.
+
+Between models of one geometry Y may be what the target's cache differs by from the source's own
+layer and head (low-rank-residual): between fine-tunes that is little, and the rank is spent on it.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from kvstore_xfer.fit.accumulate import (
     require_layers,
     require_memory,
     require_pair,
+    require_same_geometry,
     require_split,
     split_of,
     weight_dtype,
@@ -34,7 +38,7 @@ from kvstore_xfer.fit.first_token import FirstToken
 from kvstore_xfer.fit.moments import Moments
 from kvstore_xfer.fit.select import RIDGES, Choice
 from kvstore_xfer.mapper.convert_dense import token_rows
-from kvstore_xfer.mapper.maps import LayerMap, Mapper, Method, assign_heads
+from kvstore_xfer.mapper.maps import LayerMap, Mapper, assign_heads
 
 if TYPE_CHECKING:
     from kvstore_xfer.blocks.page import KvPage
@@ -49,7 +53,8 @@ _FLOOR = 1e-3  # of a block's mean sensitivity, for directions that no gradient 
 class LowRankAccumulator:
     """Streams caches, and gradients of the target, into moments.
 
-    Raises ModelError and ConfigError as `Accumulator` does.
+    Raises ModelError and ConfigError as `Accumulator` does, and ConfigError for a residual between
+    models of different geometry.
     """
 
     def __init__(
@@ -60,6 +65,8 @@ class LowRankAccumulator:
         device: str = "cpu",
     ) -> None:
         require_pair(source, target)
+        if options.method.residual:
+            require_same_geometry(source, target, options.method)
         self._source, self._target, self._options = source, target, options
         self._layers = _source_layers(source, options.layers)
         self._split_x = len(self._layers) * source.kv_heads * source.key_dim
@@ -73,6 +80,7 @@ class LowRankAccumulator:
         self.moments = {
             "fitted": Moments.zero(1, p, q, device=device),
             "held_out": Moments.zero(1, p, q, device=device),
+            "held_out.target": Moments.zero(1, 0, q, device=device),
             "sensitivity.keys": Moments.zero(blocks, target.key_dim, 0, device=device),
             "sensitivity.values": Moments.zero(blocks, target.value_dim, 0, device=device),
         }
@@ -89,9 +97,19 @@ class LowRankAccumulator:
         """Add one sequence; `gradients` are those of the target's stripped keys and its values."""
         models = ((self._source, source), (self._target, target))
         pairs = later_pairs(index, *models, self._first).values()
-        x, y = [part[self._layers] for part, _ in pairs], [part for _, part in pairs]
-        rows = (torch.cat([token_rows(part.double()) for part in side], 1)[None] for side in (x, y))
-        self.moments[split_of(index)].update(*rows)
+        x, own, target_rows = (
+            torch.cat([token_rows(part.double()) for part in side], 1)[None]
+            for side in (
+                [part[self._layers] for part, _ in pairs],
+                [part for part, _ in pairs],
+                [part for _, part in pairs],
+            )
+        )
+        y = target_rows - own if self._options.method.residual else target_rows
+        split = split_of(index)
+        self.moments[split].update(x, y)
+        if split == "held_out":
+            self.moments["held_out.target"].update(x[..., :0], target_rows)
         if gradients is not None:
             for name in ("keys", "values"):
                 part = getattr(gradients, name)[:, 1:].transpose(1, 2).flatten(0, 1)
@@ -123,13 +141,14 @@ class LowRankAccumulator:
         return max(1, budget // (p + q))
 
     def _scores(self, weight: torch.Tensor) -> torch.Tensor:
-        """Held-out R^2 of keys and values per target layer, ``[2, L_t]``."""
+        """Held-out R^2 of the target's keys and values per layer, ``[2, L_t]``."""
         held_out = self.moments["held_out"]
-        gram, cross, total = held_out.xx[0], held_out.xy[0], held_out.yy[0]
+        gram, cross, squares = held_out.xx[0], held_out.xy[0], held_out.yy[0]
+        total = self.moments["held_out.target"].yy[0]
         fitted = self.moments["fitted"]
         shift_x = held_out.mean_x[0] - fitted.mean_x[0]
         offset = held_out.mean_y[0] - fitted.mean_y[0] - shift_x @ weight
-        error = total - 2 * (weight * cross).sum(0) + (weight * (gram @ weight)).sum(0)
+        error = squares - 2 * (weight * cross).sum(0) + (weight * (gram @ weight)).sum(0)
         error = error + held_out.rows * offset.square()
         parts = (slice(None, self._split_y), slice(self._split_y, None))
         layers = self._target.layers
@@ -182,7 +201,7 @@ class LowRankAccumulator:
             )
         )
         return Mapper(
-            Method.LOW_RANK,
+            self._options.method,
             self._source,
             target,
             assign_heads(self._source.kv_heads, target.kv_heads),

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvstore_xfer.errors import ConfigError
 from kvstore_xfer.fit.accumulate import (
     FitOptions,
     later_pairs,
     require_memory,
     require_pair,
+    require_same_geometry,
     require_split,
     split_of,
     weight_dtype,
@@ -26,7 +26,7 @@ from kvstore_xfer.fit.first_token import FirstToken
 from kvstore_xfer.fit.moments import Moments
 from kvstore_xfer.fit.select import RIDGES, Choice
 from kvstore_xfer.fit.solve import Affine, r_squared, solve_ridge
-from kvstore_xfer.mapper.maps import LayerMap, Mapper, Method, assign_heads, same_geometry
+from kvstore_xfer.mapper.maps import LayerMap, Mapper, Method, assign_heads
 
 if TYPE_CHECKING:
     from kvstore_xfer.blocks.page import KvPage
@@ -51,11 +51,7 @@ class ResidualAccumulator:
         device: str = "cpu",
     ) -> None:
         require_pair(source, target)
-        if not same_geometry(source, target):
-            raise ConfigError(
-                "--method residual: the models differ in layers or heads; use head-local or "
-                "low-rank"
-            )
+        require_same_geometry(source, target, options.method)
         self._source, self._target, self._options = source, target, options
         widths = [source.kv_heads * width for width in (source.key_dim, source.value_dim)]
         needed = 4 * sum(Moments.bytes_needed(source.layers, w, w) for w in widths)

@@ -48,7 +48,7 @@ class Side:
     """One model of the pair: what it is, and how to get its cache.
 
     Of the target, row weights need its `queries` with the cache (`fit.attention.row_weights`), and
-    a low-rank fit the gradients of its `sensitivity` (tokens and a seed; keys without RoPE).
+    low-rank fits the gradients of its `sensitivity` (tokens and a seed; keys without RoPE).
     """
 
     model: ModelDescription
@@ -84,6 +84,7 @@ def fit(
     loop = _Loop(sequences, out, run, resume, progress)
     finish = {
         Method.LOW_RANK: _fit_low_rank,
+        Method.LOW_RANK_RESIDUAL: _fit_low_rank,
         Method.RESIDUAL: _fit_residual,
         Method.MLP: _fit_mlp,
     }.get(options.method, _fit_affine)

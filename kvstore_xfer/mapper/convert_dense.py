@@ -1,4 +1,4 @@
-"""Conversion by the maps that are not one affine product a layer: low-rank, residual, MLP.
+"""Conversion by the maps that are not one affine product a layer: low-rank, residuals, MLP.
 
 Dense torch products over all tokens of some blocks at a time, in float32, on any torch device.
 """
@@ -107,7 +107,7 @@ class _Maps(Protocol):
 
 
 def _maps_of(mapper: Mapper, device: torch.device) -> _Maps:
-    if mapper.method is Method.LOW_RANK:
+    if mapper.method.encoded:
         return _LowRank(mapper, device)
     if mapper.method is Method.RESIDUAL:
         return _both(_Residual, mapper, device)
@@ -127,7 +127,8 @@ class _LowRank:
         self._encoder = mapper.encoder.to(device, torch.float32)
         self._decoder = torch.cat([layer.weight for layer in maps], 1).to(device, torch.float32)
         self._bias = torch.cat([layer.bias.flatten() for layer in maps]).to(device)
-        self._heads = len(mapper.head_assignment)
+        self._heads = list(mapper.head_assignment)
+        self._residual = mapper.method.residual
         self._layer_count = mapper.target.layers
         self._split = sum(layer.bias.numel() for layer in mapper.keys)
 
@@ -136,10 +137,16 @@ class _LowRank:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = torch.cat([token_rows(part[self._layers]) for part in (keys, values)], 1)
         mapped = torch.addmm(self._bias, rows @ self._encoder, self._decoder)
-        return self._pages(mapped[:, : self._split]), self._pages(mapped[:, self._split :])
+        new_keys, new_values = (
+            self._pages(mapped[:, : self._split]),
+            self._pages(mapped[:, self._split :]),
+        )
+        if self._residual:
+            return new_keys + keys[:, :, self._heads], new_values + values[:, :, self._heads]
+        return new_keys, new_values
 
     def _pages(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.view(len(rows), self._layer_count, self._heads, -1).transpose(0, 1)
+        return rows.view(len(rows), self._layer_count, len(self._heads), -1).transpose(0, 1)
 
 
 def token_rows(part: torch.Tensor) -> torch.Tensor:

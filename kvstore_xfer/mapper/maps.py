@@ -13,6 +13,7 @@ of the selected source layers, in the order of ``source_layers``.
   components, ``W`` is ``[r, H_t * d_t]``.
 - residual, for models of one geometry: ``y = x_l + (x_l D) W + b``, D ``[H_s * d_s, r]`` and W
   ``[r, H_t * d_t]``; r may be 0, which leaves the identity (and b).
+- low-rank-residual, for models of one geometry: ``y = x_l + (x E) W + b``, x, E and W as in low-rank.
 - mlp: per target head two hidden layers with ReLU over the input of a head-local map (arXiv
   2608.03893).
 
@@ -40,12 +41,23 @@ class Method(str, Enum):
     FULL_HEAD = "full-head"
     LOW_RANK = "low-rank"
     RESIDUAL = "residual"
+    LOW_RANK_RESIDUAL = "low-rank-residual"
     MLP = "mlp"
 
     @property
     def affine(self) -> bool:
         """One product per target layer, which the kernels know."""
         return self in (Method.HEAD_LOCAL, Method.FULL_HEAD)
+
+    @property
+    def encoded(self) -> bool:
+        """All layers, heads and both components are decoded from one code."""
+        return self in (Method.LOW_RANK, Method.LOW_RANK_RESIDUAL)
+
+    @property
+    def residual(self) -> bool:
+        """Added to the source's own layer and head of the same place."""
+        return self in (Method.RESIDUAL, Method.LOW_RANK_RESIDUAL)
 
     @property
     def per_head(self) -> bool:
@@ -81,7 +93,7 @@ class Mapper:
     """All maps of one ordered pair; one `LayerMap` per target layer and component.
 
     `digest` names these maps: weights, method, layers, head assignment and both fingerprints.
-    `encoder` is that of a low-rank mapper, else None.
+    `encoder` is that of a low-rank mapper, residual or not, else None.
     """
 
     method: Method
@@ -165,17 +177,18 @@ class Mapper:
 
     def _validate_shared(self, heads: int) -> None:
         """What concerns the method as a whole."""
-        low_rank = self.method is Method.LOW_RANK
-        _require((self.encoder is not None) == low_rank, "encoder does not belong to the method")
+        encoded = self.encoder is not None
+        _require(encoded == self.method.encoded, "encoder does not belong to the method")
         if self.encoder is not None:
             read = {layer.source_layers for layer in (*self.keys, *self.values)}
             _require(len(read) == 1, "maps of one encoder read different layers")
             width = self.source.kv_heads * (self.source.key_dim + self.source.value_dim)
             rows = len(read.pop()) * width
             _require(self.encoder.ndim == 2 and len(self.encoder) == rows, "shape of the encoder")
-        if self.method is Method.RESIDUAL:
+        if self.method.residual:
             _require(same_geometry(self.source, self.target), "residual between other geometries")
             _require(self.head_assignment == tuple(range(heads)), "residual with moved heads")
+        if self.method is Method.RESIDUAL:
             for layers in (self.keys, self.values):
                 own = all(layer.source_layers == (n,) for n, layer in enumerate(layers))
                 _require(own, "residual of another layer")
@@ -190,7 +203,7 @@ class Mapper:
             return (), (heads, width, target_dim)
         if self.method is Method.FULL_HEAD:
             return (), (everything, heads * target_dim)
-        if self.method is Method.LOW_RANK:
+        if self.method.encoded:
             rank = 0 if self.encoder is None else self.encoder.shape[1]
             return (), (rank, heads * target_dim)
         rank = layer.weight.shape[-2] if layer.weight.ndim > 1 else 0

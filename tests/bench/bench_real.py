@@ -45,6 +45,7 @@ WEIGHTED_FULL = "full-head, attention weights, k = 2"
 WIDE = "full-head, k = 6"
 LOW_RANK = "low-rank, k = 8"
 LARGE = "low-rank, all layers"
+JOINT = "low-rank-residual, all layers"
 RESIDUAL = "residual"
 METHODS = (
     HEAD_LOCAL,
@@ -56,6 +57,7 @@ METHODS = (
     WEIGHTED,
     WEIGHTED_FULL,
     LARGE,
+    JOINT,
 )
 # Everything is measured whatever it is; the verdict is asked for afterwards.
 MEASURE = Thresholds(
@@ -73,14 +75,15 @@ LENGTHS = (CALIBRATION, SHORT, "fourfold")
 
 def options(name: str, source: RememberedModel, target: RememberedModel) -> FitOptions:
     """Low-rank with as many parameters as head-local; `LARGE` with four times as many."""
-    if name in (LOW_RANK, LARGE):
-        layers = source.description.layers if name == LARGE else 8
+    if name in (LOW_RANK, LARGE, JOINT):
+        layers = 8 if name == LOW_RANK else source.description.layers
         width = source.description.kv_heads * 2 * source.description.key_dim
         outputs = target.description.layers * target.description.kv_heads * 2
         budget = outputs * target.description.key_dim**2 * HEAD_LOCAL_LAYERS
         rank = budget // (layers * width + outputs * target.description.key_dim)
-        larger = {LOW_RANK: (rank, None), LARGE: (4 * rank, 1e-3)}
-        return FitOptions(Method.LOW_RANK, layers, larger[name][1], larger[name][0])
+        method = Method.LOW_RANK_RESIDUAL if name == JOINT else Method.LOW_RANK
+        ridge = None if name == LOW_RANK else 1e-3  # each try solves for 11,520 numbers anew
+        return FitOptions(method, layers, ridge, 4 * rank if name == LARGE else rank)
     return {
         HEAD_LOCAL: FitOptions(Method.HEAD_LOCAL, HEAD_LOCAL_LAYERS),
         WEIGHTED: FitOptions(Method.HEAD_LOCAL, HEAD_LOCAL_LAYERS, weighted=True),
@@ -226,7 +229,7 @@ def main() -> None:
 
 
 def methods_of(pair: tuple[str, str]) -> list[str]:
-    fine_tune = () if "pruned" in pair else (SMALL, RESIDUAL)
+    fine_tune = () if "pruned" in pair else (SMALL, RESIDUAL, JOINT)
     return [HEAD_LOCAL, FULL_HEAD, WEIGHTED, *fine_tune]
 
 

@@ -37,8 +37,8 @@ def captured(pair, random_page):
 
 
 def fitted(pair, captured, *, gradients=True, **options):
-    given = {"ridge": RIDGE, **options}
-    accumulator = LowRankAccumulator(*pair, FitOptions(Method.LOW_RANK, **given))
+    given = {"method": Method.LOW_RANK, "ridge": RIDGE, **options}
+    accumulator = LowRankAccumulator(*pair, FitOptions(**given))
     for index, pages in enumerate(captured):
         accumulator.add(index, *(pages if gradients else pages[:2]))
     return accumulator.finish()[0]
@@ -168,3 +168,53 @@ def test_more_layers_than_there_are_is_one_line(pair):
 def test_too_few_sequences_are_named(pair, captured):
     with pytest.raises(ConfigError, match="--sequences"):
         fitted(pair, captured[:7])
+
+
+# Of the difference, between models of one geometry
+
+
+@pytest.fixture
+def siblings(make_description, random_page):
+    """Two models, their pages, and gradients; the target is the source a tenth of the way off."""
+    models = (
+        make_description("source", 2, 2, 6, 4, theta=500.0),
+        make_description("target", 2, 2, 6, 4, theta=500.0),
+    )
+    rows = []
+    for n in range(SEQUENCES):
+        source, other, slopes = (random_page(models[0], TOKENS, 3 * n + i) for i in range(3))
+        target = KvPage(source.keys + 0.1 * other.keys, source.values + 0.1 * other.values)
+        rows.append((source, target, slopes))
+    return models, rows
+
+
+def test_the_residual_at_full_rank_is_the_ridge_solution_of_the_difference(siblings):
+    pair, captured = siblings
+    x, y = (rows_of(pair, captured, side) for side in (0, 1))
+    mapper = fitted(pair, captured, method=Method.LOW_RANK_RESIDUAL, rank=1000)
+    mapper.validate()
+    found, bias = product(mapper)
+    _, expected = ridge_solution(x, y - x, 2 * 2 * 6)
+    np.testing.assert_allclose(found, expected, rtol=2e-2, atol=2e-5)
+    np.testing.assert_allclose(bias, (y - x).mean(0) - x.mean(0) @ found, atol=1e-5)
+
+
+def test_of_one_rank_the_residual_is_nearer_to_a_sibling(siblings):
+    pair, captured = siblings
+    scores = {}
+    for method in (Method.LOW_RANK, Method.LOW_RANK_RESIDUAL):
+        accumulator = LowRankAccumulator(*pair, FitOptions(method, ridge=RIDGE, rank=3))
+        for index, pages in enumerate(captured):
+            accumulator.add(index, *pages)
+        mapper, choice = accumulator.finish()
+        x, y = (rows_of(pair, captured, side) for side in (0, 1))
+        found, bias = product(mapper)
+        mapped = x @ found + bias + (x if method.residual else 0)
+        scores[method] = 1 - ((y - mapped) ** 2).sum() / ((y - y.mean(0)) ** 2).sum()
+        assert choice.mean_score > 0.9  # of the target, before the rank is reduced
+    assert scores[Method.LOW_RANK_RESIDUAL] > 0.97 > scores[Method.LOW_RANK]
+
+
+def test_a_residual_between_other_geometries_is_one_line(pair):
+    with pytest.raises(ConfigError, match=r"--method low-rank-residual: .* use head-local"):
+        LowRankAccumulator(*pair, FitOptions(Method.LOW_RANK_RESIDUAL))

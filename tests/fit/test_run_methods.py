@@ -19,6 +19,7 @@ PASSES = {
     FitOptions(weighted=True): 2,
     FitOptions(Method.FULL_HEAD, weighted=True): 2,
     FitOptions(Method.LOW_RANK, rank=5): 1,
+    FitOptions(Method.LOW_RANK_RESIDUAL, rank=5): 1,
     FitOptions(Method.RESIDUAL): 1,
     FitOptions(Method.MLP, hidden=8): 2,
 }

@@ -21,10 +21,11 @@ def make_mapper(make_description):
         def numbers(*shape):
             return torch.randn(shape, generator=generator) / shape[-2] ** 0.5
 
-        if method is Method.RESIDUAL:
+        if method.residual:
             target = source
             models = (models[0], make_description("target", *source, theta=500.0))
-            chosen = [(n,) for n in range(source[0])]
+            own = [(n,) for n in range(source[0])]
+            chosen = [(0, 2)] * source[0] if method.encoded else own
         heads, everything = target[1], source[1] * (source[2] + source[3])
 
         def layer(sources, width_in, width_out):
@@ -50,7 +51,7 @@ def make_mapper(make_description):
             return LayerMap(tuple(sources), weight.half(), bias, before)
 
         encoder = None
-        if method is Method.LOW_RANK:
+        if method.encoded:
             encoder = numbers(len(chosen[0]) * everything, 5).half()
         return Mapper(
             method,
