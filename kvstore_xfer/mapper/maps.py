@@ -13,7 +13,7 @@ of the selected source layers, in the order of ``source_layers``.
   components, ``W`` is ``[r, H_t * d_t]``.
 - residual, for models of one geometry: ``y = x_l + (x_l D) W + b``, D ``[H_s * d_s, r]`` and W
   ``[r, H_t * d_t]``; r may be 0, which leaves the identity (and b).
-- low-rank-residual, for models of one geometry: ``y = x_l + (x E) W + b``, x, E and W as in low-rank.
+- low-rank-residual, for models of one geometry: ``y = x_l + (x E) W + b``, the rest as low-rank.
 - mlp: per target head two hidden layers with ReLU over the input of a head-local map (arXiv
   2608.03893).
 
