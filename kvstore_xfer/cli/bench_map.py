@@ -14,11 +14,11 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from kvstore_xfer.blocks.page import KvPage
 from kvstore_xfer.cli.common import positive_int
+from kvstore_xfer.cli.output import open_console
 from kvstore_xfer.errors import ConfigError
 from kvstore_xfer.mapper.convert import TorchConverter
 from kvstore_xfer.mapper.maps import LayerMap, Mapper, Method, assign_heads
@@ -79,14 +79,14 @@ def _print(title: str, columns: tuple[str, ...], rows: Iterator[tuple[Any, ...]]
     table = Table(title=title)
     for column in columns:
         table.add_column(column, justify="left" if column in ("pair", "what") else "right")
-    progress = Console(stderr=True)
+    progress = open_console(stderr=True)
     try:
         for row in rows:
             cells = [f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row]
             progress.print("measured:", *cells)
             table.add_row(*cells)
     finally:  # also of a run that is interrupted
-        Console().print(table)
+        open_console().print(table)
 
 
 _CPU_COLUMNS = ("pair", "tokens", "ms", "GFLOP/s", "GB/s", "bmm ms", "of bmm")

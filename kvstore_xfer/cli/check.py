@@ -10,10 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from kvstore_xfer.cli.common import positive_int, progress
 from kvstore_xfer.cli.models import add_model_options, load_pair
+from kvstore_xfer.cli.output import open_console
 from kvstore_xfer.cli.show_record import print_record
 from kvstore_xfer.errors import ConfigError
 from kvstore_xfer.family import GateEntry, gate_of, load_family, thresholds_of
@@ -204,7 +203,7 @@ def cheapest(checked: dict[Path, tuple[int, GateRecord]]) -> Path | None:
 def _print_all(
     artifacts: dict[Path, Artifact], records: dict[Path, GateRecord], proposed: Path | None
 ) -> None:
-    console = Console()
+    console = open_console()
     for folder, record in records.items():
         if len(records) > 1:
             mapper = artifacts[folder].mapper

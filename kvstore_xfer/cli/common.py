@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -17,13 +15,19 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from kvstore_xfer.cli.output import open_console
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr with count, rate and time left; a last line only where stderr is no tty."""
+    """A bar on stderr with count, rate and time left.
+
+    Where stderr is no terminal only its last line, and none of what failed before a first step: the
+    error is the one line then.
+    """
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -32,15 +36,23 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(file=sys.stderr)) as bar:
+    console = open_console(stderr=True)
+    bar = Progress(*columns, console=console)
+    if console.is_terminal:
+        bar.start()
+    try:
         task = bar.add_task(what, total=None, rate="")
 
         def update(done: int, total: int) -> None:
             speed = bar.tasks[task].speed
             rate = f"{speed:.1f}/s" if speed else ""
             bar.update(task, completed=done, total=total, rate=rate)
+            bar.start()
 
         yield update
+    finally:
+        if bar.live.is_started:
+            bar.stop()
 
 
 def positive_int(text: str) -> int:
@@ -49,6 +61,13 @@ def positive_int(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
     return number
+
+
+def natural_int(text: str) -> int:
+    """An argparse type: a whole number from 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
+    return int(text)
 
 
 def positive_float(text: str) -> float:
@@ -64,7 +83,14 @@ def positive_float(text: str) -> float:
 
 def auto_or_int(text: str) -> int | None:
     """An argparse type: None for 'auto', else a whole number from 1."""
-    return None if text == "auto" else positive_int(text)
+    if text == "auto":
+        return None
+    try:
+        return positive_int(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither 'auto' nor a whole number from 1"
+        ) from None
 
 
 def auto_or_ridge(text: str) -> float | None:

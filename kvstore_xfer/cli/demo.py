@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache
 
@@ -21,6 +20,7 @@ from kvstore_xfer.blocks.chain import chain_hashes
 from kvstore_xfer.cli.check import EXIT_REJECTED
 from kvstore_xfer.cli.common import progress
 from kvstore_xfer.cli.models import add_model_options, load_pair
+from kvstore_xfer.cli.output import open_console
 from kvstore_xfer.cli.show_record import print_record
 from kvstore_xfer.errors import ConfigError, TextError
 from kvstore_xfer.fit.accumulate import FitOptions
@@ -34,6 +34,8 @@ from kvxfer_transformers.session import Session, engine_of, greedy
 
 if TYPE_CHECKING:
     import argparse
+
+    from rich.console import Console
 
     from kvstore_xfer.gate.record import GateRecord
     from kvstore_xfer.tier.tier import Tier
@@ -81,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("--models and --text go together: your own models need your own text")
     if options.json and not os.access(options.json.absolute().parent, os.W_OK):
         raise ConfigError(f"--json {options.json}: its folder cannot be written; give another")
-    console = Console()
+    console = open_console()
     with tempfile.TemporaryDirectory(prefix="kvxfer-demo-") as folder:
         work = Path(folder)
         paths, texts = _inputs(options, work)

@@ -45,14 +45,15 @@ def _json(description: ModelDescription) -> dict[str, Any]:
 
 
 def _print_table(description: ModelDescription) -> None:
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
+
+    from kvstore_xfer.cli.output import open_console
 
     table = Table(show_header=False, box=None, pad_edge=False)
     for label, value in _rows(description):
         table.add_row(f"[bold]{label}[/bold]", escape(value))
-    Console().print(table)
+    open_console().print(table)
 
 
 def _rows(model: ModelDescription) -> list[tuple[str, str]]:

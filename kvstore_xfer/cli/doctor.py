@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.markup import escape
 
+from kvstore_xfer.cli.output import open_console
 from kvstore_xfer.doctor.family import (
     Patient,
     check_manifest,
@@ -49,7 +49,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(options: argparse.Namespace) -> int:
-    console = Console()
+    console = open_console()
     worst = 0
     for finding in examine(options.manifest, options.engine):
         console.print(f"{_MARKS[finding.level]}{escape(finding.about)}: {escape(finding.text)}")

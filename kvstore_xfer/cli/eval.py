@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
-from kvstore_xfer.cli.common import positive_int, progress
+from kvstore_xfer.cli.common import natural_int, positive_int, progress
 from kvstore_xfer.cli.models import add_model_options, load_pair
+from kvstore_xfer.cli.output import open_console
 from kvstore_xfer.errors import ConfigError
 from kvstore_xfer.fit.text import cut_sequences
 from kvstore_xfer.gate.handoff import Drift, run_handoffs
@@ -21,6 +21,8 @@ from kvstore_xfer.mapper.convert_select import make_converter
 
 if TYPE_CHECKING:
     import argparse
+
+    from rich.console import Console
 
     from kvstore_xfer.mapper.artifact import Artifact
     from kvxfer_transformers.model import LoadedModel
@@ -71,7 +73,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--tasks", default="", metavar="NAME,...", help="tasks of the harness")
     parser.add_argument("--include", type=Path, metavar="DIR", help="folder with more task files")
     parser.add_argument("--limit", type=positive_int, help="at most this many questions a task")
-    parser.add_argument("--few-shot", type=int, help="examples before a question")
+    parser.add_argument("--few-shot", type=natural_int, help="examples before a question")
     parser.add_argument(
         "--split-at",
         default="\\n\\n",
@@ -114,7 +116,7 @@ def run(options: argparse.Namespace) -> int:
         told = {"tasks": [row.to_json() for row in rows], "turns": [d.to_json() for d in drifts]}
         sys.stdout.write(json.dumps(told, indent=2) + "\n")
     else:
-        _print(rows, drifts, Console())
+        _print(rows, drifts, open_console())
     return 0
 
 

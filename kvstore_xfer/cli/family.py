@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
+from kvstore_xfer.cli.output import open_console
 from kvstore_xfer.errors import ConfigError, KvxferError
 from kvstore_xfer.family import (
     Family,
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     table = Table("source", "target", "direction", "mapper", "state")
     for number, entry in enumerate(family.pairs):
         table.add_row(entry.source, entry.target, *_pair(options.manifest, family, number, models))
-    console = Console()
+    console = open_console()
     console.print(f"{options.manifest}: {family.family}, {_count(family)}", highlight=False)
     if family.pairs:
         console.print(table)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,16 @@ if TYPE_CHECKING:
     from kvxfer_transformers.model import LoadedModel
 
 
+# Which methods an option means something to; the others would ignore it.
+_METHODS_OF = {
+    "layers": tuple(method for method in Method if method is not Method.RESIDUAL),
+    "weights": tuple(method for method in Method if method.affine),
+    "rank": tuple(method for method in Method if method.encoded or method.residual),
+    "hidden": (Method.MLP,),
+    "ridge": tuple(method for method in Method if method is not Method.MLP),
+}
+
+
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "fit",
@@ -46,7 +57,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--weights",
         choices=["attention", "none"],
-        default="none",
         help="row weights from the target's attention, head-local and full-head (default: none)",
     )
     parser.add_argument(
@@ -57,9 +67,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="low-rank and low-rank-residual: as many parameters as a head-local map by default; "
         "residual: picked",
     )
-    parser.add_argument(
-        "--hidden", type=positive_int, default=1024, help="width of an mlp (default: 1024)"
-    )
+    parser.add_argument("--hidden", type=positive_int, help="width of an mlp (default: 1024)")
     parser.add_argument("--ridge", type=auto_or_ridge, default=None, metavar="R|auto")
     parser.add_argument(
         "--sequences", type=positive_int, default=500, help="at most this many (default: 500)"
@@ -121,11 +129,16 @@ def _fit(
 def _fit_options(options: argparse.Namespace) -> FitOptions:
     """Raises ConfigError for options that the method does not have."""
     method, weighted = Method(options.method), options.weights == "attention"
-    if weighted and not method.affine:
-        raise ConfigError(f"--weights attention: not for {method.value}; use --method head-local")
-    if options.rank is not None and not (method.encoded or method.residual):
-        raise ConfigError(f"--rank {options.rank}: not for {method.value}; use --method low-rank")
-    return FitOptions(method, options.layers, options.ridge, options.rank, weighted, options.hidden)
+    for name, methods in _METHODS_OF.items():
+        given = getattr(options, name)
+        if given not in (None, "none") and method not in methods:
+            given = f"{given:g}" if isinstance(given, float) else given
+            raise ConfigError(
+                f"--{name} {given}: not for --method {method.value}, only for "
+                f"{', '.join(other.value for other in methods)}; leave it out, or change --method"
+            )
+    chosen = FitOptions(method, options.layers, options.ridge, options.rank, weighted)
+    return replace(chosen, hidden=options.hidden) if options.hidden else chosen
 
 
 def _located(model: str) -> str:
@@ -167,16 +180,21 @@ def _require_same(out: Path, artifact: Artifact, asked: dict[str, str]) -> None:
 def _require_writable(out: Path) -> None:
     """Before the models are loaded: the last step of a long fit must not be the one that fails.
 
-    Leaves nothing behind; the folder is made when there is something to put into it.
+    Leaves nothing behind; the folder is made when there is something to put into it. Its parent
+    must be there: a slip of the pen would make a tree. Raises ConfigError.
     """
     try:
-        missing = [folder for folder in (out, *out.parents) if not folder.exists()]
-        out.mkdir(parents=True, exist_ok=True)
+        if not out.absolute().parent.is_dir():
+            raise ConfigError(
+                f"--out {out}: there is no folder {out.parent}; make it first, or correct the path"
+            )
+        missing = not out.exists()
+        out.mkdir(exist_ok=True)
         probe = out / f".writable-{os.getpid()}"
         probe.touch()
         probe.unlink()
-        for folder in missing:
-            folder.rmdir()
+        if missing:
+            out.rmdir()
     except OSError as error:
         raise ConfigError(
             f"--out {out}: {error.strerror}; give a folder that can be written"

@@ -6,16 +6,17 @@ Exit codes: 0 done, 1 a damaged store (`store verify`) or a problem (`doctor`), 
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
 from typing import TYPE_CHECKING
 
 from kvstore_xfer import __version__
+from kvstore_xfer.cli.parser import Parser
 from kvstore_xfer.errors import KvxferError
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Sequence
 
 # A subcommand's module is imported only when it is asked for: `kvxfer store` needs no models.
@@ -67,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser(arguments: Sequence[str]) -> Parser:
+    parser = Parser(
         prog="kvxfer",
         description="A KV-cache tier that serves a model from a sibling's blocks, measured first.",
     )

@@ -7,16 +7,18 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
 from kvstore_xfer.cli.common import positive_int, progress
 from kvstore_xfer.cli.models import add_pair_options, load_pair
+from kvstore_xfer.cli.output import open_console
 from kvstore_xfer.fit.text import cut_sequences
 from kvstore_xfer.gate.predict import LIKELY, PLANNED_SEQUENCES, Forecast, predict
 
 if TYPE_CHECKING:
     import argparse
+
+    from rich.console import Console
 
 EXIT_UNLIKELY = 3
 
@@ -60,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         sys.stdout.write(json.dumps(forecast.to_json(), indent=2) + "\n")
     else:
-        _print(forecast, time.perf_counter() - started, Console())
+        _print(forecast, time.perf_counter() - started, open_console())
     return 0 if forecast.verdict == LIKELY else EXIT_UNLIKELY
 
 

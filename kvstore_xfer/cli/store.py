@@ -10,12 +10,12 @@ from contextlib import closing
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.prompt import Confirm
 from rich.table import Table
 
 from kvstore_xfer.blocks.key import BlockKey
+from kvstore_xfer.cli.output import open_console
 from kvstore_xfer.errors import BlockFormatError, ConfigError, StoreError
 from kvstore_xfer.store.base import ReadRequest, ReadStatus
 from kvstore_xfer.store.parameters import shown
@@ -111,7 +111,7 @@ def _stat(args: argparse.Namespace) -> int:
         ]
         sys.stdout.write(json.dumps(vars(stats) | {"groups": rows}) + "\n")
         return 0
-    console = Console()
+    console = open_console()
     capacity = "" if stats.capacity_bytes is None else f" of {_size(stats.capacity_bytes)}"
     console.print(
         f"{stats.blocks} blocks, {_size(stats.bytes)}{capacity}; "
@@ -205,7 +205,7 @@ def _progress() -> Progress:
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=open_console(stderr=True),
         transient=True,
     )
 

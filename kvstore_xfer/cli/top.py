@@ -6,11 +6,12 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 
 from kvstore_xfer.cli.common import positive_float
+from kvstore_xfer.cli.output import open_console
 from kvstore_xfer.errors import ConfigError
 from kvstore_xfer.metrics import STAGES
 from kvstore_xfer.outcome import Outcome
@@ -43,7 +44,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(options: argparse.Namespace) -> int:
-    console = Console()
+    console = open_console()
     now = scrape(options.urls)
     if options.once:
         console.print(view(now, now))

@@ -224,6 +224,15 @@ def require_layers(source: ModelDescription, wanted: int | None) -> None:
         )
 
 
+def require_rank(wanted: int | None, largest: int) -> None:
+    """Raises ConfigError for a rank beyond the smaller side of what it would be the rank of."""
+    if wanted is not None and wanted > largest:
+        raise ConfigError(
+            f"--rank {wanted}: the largest possible with these models and layers is {largest}; "
+            f"give 1 to {largest} or 'auto'"
+        )
+
+
 def component_pairs(
     index: int, source: tuple[ModelDescription, KvPage], target: tuple[ModelDescription, KvPage]
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

@@ -29,6 +29,7 @@ from kvstore_xfer.fit.accumulate import (
     require_layers,
     require_memory,
     require_pair,
+    require_rank,
     require_same_geometry,
     require_split,
     split_of,
@@ -73,7 +74,8 @@ class LowRankAccumulator:
         self._split_y = target.layers * target.kv_heads * target.key_dim
         p = self._split_x + len(self._layers) * source.kv_heads * source.value_dim
         q = self._split_y + target.layers * target.kv_heads * target.value_dim
-        self._rank = min(p, q, options.rank or self._equal_rank(p, q))
+        require_rank(options.rank, min(p, q))
+        self._rank = options.rank or min(p, q, self._equal_rank(p, q))
         # Two sides, their sum, and what solving takes.
         require_memory(4 * Moments.bytes_needed(1, p, q), device)
         blocks = target.layers * target.kv_heads

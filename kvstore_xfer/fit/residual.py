@@ -17,6 +17,7 @@ from kvstore_xfer.fit.accumulate import (
     later_pairs,
     require_memory,
     require_pair,
+    require_rank,
     require_same_geometry,
     require_split,
     split_of,
@@ -54,6 +55,7 @@ class ResidualAccumulator:
         require_same_geometry(source, target, options.method)
         self._source, self._target, self._options = source, target, options
         widths = [source.kv_heads * width for width in (source.key_dim, source.value_dim)]
+        require_rank(options.rank, min(widths))
         needed = 4 * sum(Moments.bytes_needed(source.layers, w, w) for w in widths)
         require_memory(needed, device)
         self.moments = {
@@ -117,7 +119,7 @@ class ResidualAccumulator:
 
     def _ranks(self, width: int) -> list[int]:
         if self._options.rank is not None:
-            return [min(self._options.rank, width)]
+            return [self._options.rank]
         return [0, *(2**n for n in range(width.bit_length()) if 2**n < width), width]
 
     def _map(self, layer: int, affine: Affine, rank: int) -> LayerMap:

@@ -120,30 +120,54 @@ except KvxferError as error: print(error); sys.exit(2)
     assert not (tmp_path / "locked" / "out").exists()
 
 
-@pytest.mark.parametrize("command", ["describe", "fit", "check", "family", "store", "demo"])
-def test_every_command_has_help(command, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main([command, "--help"])
-    assert ended.value.code == 0
-    assert f"usage: kvxfer {command}" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
-    "arguments",
+    ("method", "option", "fitting"),
     [
-        [],
-        ["nonsense"],
-        ["fit", "--nonsense"],
-        ["check", "m", "--text", "t", "--passages", "0"],
-        ["fit", "--source", "s", "--target", "t", "--text", "x", "--out", "o", "--ridge", "-1"],
-        ["fit", "--source", "s", "--target", "t", "--text", "x", "--out", "o", "--layers", "0"],
+        ("head-local", ["--hidden", "512"], "mlp"),
+        ("head-local", ["--hidden", "1024"], "mlp"),
+        ("low-rank", ["--hidden", "512"], "mlp"),
+        ("head-local", ["--rank", "8"], "low-rank, residual, low-rank-residual"),
+        ("full-head", ["--rank", "8"], "low-rank, residual, low-rank-residual"),
+        ("mlp", ["--rank", "8"], "low-rank, residual, low-rank-residual"),
+        ("residual", ["--layers", "2"], "head-local, full-head, low-rank, low-rank-residual, mlp"),
+        (
+            "mlp",
+            ["--ridge", "1e-3"],
+            "head-local, full-head, low-rank, residual, low-rank-residual",
+        ),
+        ("low-rank", ["--weights", "attention"], "head-local, full-head"),
+        ("residual", ["--weights", "attention"], "head-local, full-head"),
+        ("mlp", ["--weights", "attention"], "head-local, full-head"),
     ],
 )
-def test_wrong_options_are_explained(arguments, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
-    assert "kvxfer" in capsys.readouterr().err.splitlines()[-1]
+def test_options_of_another_method_are_refused_before_anything_is_read(
+    fit, tmp_path, method, option, fitting
+):
+    missing = tmp_path / "no-model"
+    line = fit(missing, missing, missing, None, "--method", method, *option)
+    name, value = option[0], option[1].replace("1e-3", "0.001")
+    assert line == (
+        f"kvxfer: error: {name} {value}: not for --method {method}, only for {fitting}; "
+        "leave it out, or change --method"
+    )
+
+
+@pytest.mark.parametrize("method", ["low-rank", "residual"])
+def test_a_rank_that_no_map_can_have(fit, method):
+    """4 heads of width 32, keys and values; the smaller model has 6 layers."""
+    largest = {"low-rank": 6 * 2 * 4 * 32, "residual": 4 * 32}[method]
+    target = FAMILY / ("small" if method == "residual" else "large")
+    options = ["--method", method, "--rank", str(largest + 1), "--sequence-tokens", "32"]
+    line = fit(FAMILY / "small", target, TEXT, None, *options)
+    assert f"--rank {largest + 1}: " in line
+    assert line.endswith(f"give 1 to {largest} or 'auto'")
+
+
+def test_a_folder_whose_parent_is_missing(fit, tmp_path):
+    out = tmp_path / "mapers" / "small-large"
+    assert f"--out {out}: there is no folder {tmp_path / 'mapers'}; make it" in fit(out=out)
+    (tmp_path / "file").write_text("")
+    assert f"there is no folder {tmp_path / 'file'}" in fit(out=tmp_path / "file" / "mapper")
 
 
 def test_ctrl_c_is_one_line_and_130(monkeypatch, capsys):

@@ -101,11 +101,20 @@ def product(mapper):
 
 def test_at_full_rank_it_is_the_ridge_solution(pair, captured):
     x, y = (rows_of(pair, captured, side) for side in (0, 1))
-    mapper = fitted(pair, captured, rank=1000)
+    mapper = fitted(pair, captured, rank=40)
     found, bias = product(mapper)
     _, expected = ridge_solution(x, y, 3 * 2 * 4)
     np.testing.assert_allclose(found, expected, rtol=2e-2, atol=2e-4)
     np.testing.assert_allclose(bias, y.mean(0) - x.mean(0) @ found, atol=1e-5)
+
+
+def test_a_rank_that_no_map_can_have_is_refused(pair):
+    """Source: 3 layers of 2 heads of 4 + 6; target: 2 of 2 of 6 + 4."""
+    LowRankAccumulator(*pair, FitOptions(Method.LOW_RANK, rank=40))
+    with pytest.raises(ConfigError, match=r"--rank 41: .* is 40; give 1 to 40 or 'auto'"):
+        LowRankAccumulator(*pair, FitOptions(Method.LOW_RANK, rank=41))
+    with pytest.raises(ConfigError, match=r"--rank 21: .* is 20;"):
+        LowRankAccumulator(*pair, FitOptions(Method.LOW_RANK, rank=21, layers=1))
 
 
 @pytest.mark.parametrize("rank", [1, 5, 12])
@@ -191,7 +200,7 @@ def siblings(make_description, random_page):
 def test_the_residual_at_full_rank_is_the_ridge_solution_of_the_difference(siblings):
     pair, captured = siblings
     x, y = (rows_of(pair, captured, side) for side in (0, 1))
-    mapper = fitted(pair, captured, method=Method.LOW_RANK_RESIDUAL, rank=1000)
+    mapper = fitted(pair, captured, method=Method.LOW_RANK_RESIDUAL, rank=40)
     mapper.validate()
     found, bias = product(mapper)
     _, expected = ridge_solution(x, y - x, 2 * 2 * 6)

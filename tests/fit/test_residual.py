@@ -87,6 +87,12 @@ def test_a_rank_may_be_given(pair, captured):
     assert {layer.weight.shape[0] for layer in mapper.keys} == {1}
 
 
+def test_a_rank_that_no_map_can_have_is_refused(pair):
+    ResidualAccumulator(*pair, FitOptions(Method.RESIDUAL, rank=HEADS * WIDTH))
+    with pytest.raises(ConfigError, match=rf"--rank {HEADS * WIDTH + 1}: .* is {HEADS * WIDTH};"):
+        ResidualAccumulator(*pair, FitOptions(Method.RESIDUAL, rank=HEADS * WIDTH + 1))
+
+
 def test_models_of_other_geometry_are_one_line(pair, make_description):
     other = make_description("other", LAYERS + 1, HEADS, WIDTH)
     with pytest.raises(ConfigError, match="--method residual: the models differ"):
