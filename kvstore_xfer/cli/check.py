@@ -85,6 +85,9 @@ def run(options: argparse.Namespace) -> int:
     folders = list(dict.fromkeys(options.mapper))
     artifacts = {folder: load(folder) for folder in folders}
     _require_one_pair(artifacts, options.report)
+    gates = {folder: _gate_entry(options.family, folder) for folder in folders}
+    for gate in gates.values():
+        _require_passages(options.passages, thresholds_of(gate).min_passages)
     mapper = artifacts[folders[0]].mapper
     models = load_pair(
         options.source or mapper.source.name, options.target or mapper.target.name, options
@@ -98,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
             )
             measured = source, target
         records = {
-            folder: _check(options, folder, artifact, models, measured)
+            folder: _check(options, folder, artifact, gates[folder], models, measured)
             for folder, artifact in artifacts.items()
         }
     proposed = cheapest({f: (artifacts[f].mapper.parameters, records[f]) for f in folders})
@@ -136,11 +139,11 @@ def _check(
     options: argparse.Namespace,
     folder: Path,
     artifact: Artifact,
+    gate: GateEntry,
     models: tuple[LoadedModel, LoadedModel],
     measured: Models,
 ) -> GateRecord:
     """Check one mapper and keep what the tier needs of it. `measured` stand for `models`."""
-    gate = GateEntry() if options.family is None else _gate_entry(options.family, folder)
     lengths = _lengths(options, artifact, gate, models)
     source, target = measured
     with progress("checking") as update:
@@ -248,8 +251,16 @@ def length_names(text: str) -> list[str]:
     return names
 
 
-def _gate_entry(manifest: Path, mapper: Path) -> GateEntry:
+def _require_passages(asked: int, needed: int) -> None:
+    """Raises ConfigError where no text is enough."""
+    if asked < needed:
+        raise ConfigError(f"--passages {asked}: the gate needs {needed}; give {needed} or more")
+
+
+def _gate_entry(manifest: Path | None, mapper: Path) -> GateEntry:
     """The thresholds that a family manifest gives the pair with this mapper folder."""
+    if manifest is None:
+        return GateEntry()
     family = load_family(manifest)
     for pair in family.pairs:
         if (manifest.resolve().parent / pair.mapper).resolve() == mapper.resolve():

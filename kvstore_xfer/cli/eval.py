@@ -28,6 +28,19 @@ if TYPE_CHECKING:
     from kvxfer_transformers.model import LoadedModel
 
 
+# What acts on tasks and what on hand-offs, with its default.
+_OPTIONS_OF: dict[str, dict[str, Any]] = {
+    "tasks": {
+        "include": None,
+        "limit": None,
+        "few_shot": None,
+        "split_at": "\\n\\n",
+        "hold_back": 16,
+    },
+    "turns": {"handoffs": 10, "turn_tokens": 64, "conversations": 20},
+}
+
+
 @dataclass(frozen=True)
 class TaskRow:
     """One benchmark in one direction. Ratios are None where their denominator is not positive."""
@@ -76,21 +89,19 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--few-shot", type=natural_int, help="examples before a question")
     parser.add_argument(
         "--split-at",
-        default="\\n\\n",
         help="the context is cached up to the last of these (default: a blank line)",
     )
     parser.add_argument(
         "--hold-back",
         type=positive_int,
-        default=16,
         help="last tokens of a context without one, read natively (default: 16)",
     )
     parser.add_argument(
         "--turns", type=Path, metavar="FILE", help="text for hand-offs; with --back"
     )
-    parser.add_argument("--handoffs", type=positive_int, default=10, help="default: 10")
-    parser.add_argument("--turn-tokens", type=positive_int, default=64, help="default: 64")
-    parser.add_argument("--conversations", type=positive_int, default=20, help="default: 20")
+    parser.add_argument("--handoffs", type=positive_int, help="default: 10")
+    parser.add_argument("--turn-tokens", type=positive_int, help="default: 64")
+    parser.add_argument("--conversations", type=positive_int, help="default: 20")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     add_model_options(parser)
     parser.set_defaults(run=run)
@@ -102,6 +113,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("give --tasks NAME,... or --turns FILE")
     if options.turns is not None and options.back is None:
         raise ConfigError("--turns: hand-offs go both ways; give the other mapper with --back")
+    _settle(options, tasks=bool(names))
     forward = load(options.mapper)
     back = None if options.back is None else load(options.back)
     if back is not None:
@@ -120,6 +132,19 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _settle(options: argparse.Namespace, *, tasks: bool) -> None:
+    """Give options their defaults. Raises ConfigError for those that would be ignored."""
+    wanted = {"tasks": tasks, "turns": options.turns is not None}
+    for what, defaults in _OPTIONS_OF.items():
+        for name, default in defaults.items():
+            if getattr(options, name) is None:
+                setattr(options, name, default)
+            elif not wanted[what]:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')}: acts on --{what} only; add that, or leave it out"
+                )
+
+
 def _require_reverse(forward: Artifact, back: Artifact) -> None:
     there, here = forward.mapper, back.mapper
     if (there.source.fingerprint(), there.target.fingerprint()) != (
@@ -128,7 +153,7 @@ def _require_reverse(forward: Artifact, back: Artifact) -> None:
     ):
         raise ConfigError(
             f"--back: maps {here.source.name} to {here.target.name}, not back from "
-            f"{there.target.name} to {there.source.name}"
+            f"{there.target.name} to {there.source.name}; give the mapper of that direction"
         )
 
 
@@ -172,6 +197,7 @@ def _handoffs(
         source.tokenize,
         tokens=tokens * (options.handoffs + 1),
         count=options.conversations,
+        shorter="a smaller --turn-tokens or --handoffs",
     )
     converters = (
         make_converter(artifacts[0].mapper, target.dtype, "cpu"),

@@ -16,11 +16,13 @@ from kvstore_xfer.cli.common import (
     progress,
 )
 from kvstore_xfer.cli.models import add_pair_options, load_pair
-from kvstore_xfer.errors import ConfigError
-from kvstore_xfer.fit.accumulate import FitOptions, require_pair
-from kvstore_xfer.fit.checkpoint import FOLDER
-from kvstore_xfer.fit.run import Side, fit, run_key, run_key_of
+from kvstore_xfer.cli.output import warn
+from kvstore_xfer.errors import ConfigError, TextError
+from kvstore_xfer.fit.accumulate import HELD_OUT_EVERY, FitOptions, require_pair
+from kvstore_xfer.fit.checkpoint import FOLDER, told
+from kvstore_xfer.fit.run import Side, asked, fit, run_key, run_key_of
 from kvstore_xfer.fit.text import cut_sequences
+from kvstore_xfer.fit.variety import monotony
 from kvstore_xfer.mapper.artifact import MANIFEST_FILE, PARTIAL, load
 from kvstore_xfer.mapper.maps import Method
 from kvstore_xfer.models.description import describe
@@ -86,6 +88,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(options: argparse.Namespace) -> int:
     chosen = _fit_options(options)
+    _require_size(options)
     _require_vacant(options.out, resume=options.resume)
     _require_writable(options.out)
     # A folder is remembered by its full path: 'check' may run elsewhere.
@@ -95,10 +98,11 @@ def run(options: argparse.Namespace) -> int:
     sequences = cut_sequences(
         options.text, source.tokenize, tokens=options.sequence_tokens, count=options.sequences
     )
+    _judge(options.text, sequences, source.description.vocab_size)
     if (options.out / MANIFEST_FILE).exists():
         artifact = load(options.out)
-        asked = run_key(source.description, target.description, sequences, chosen)
-        _require_same(options.out, artifact, asked)
+        wanted = run_key(source.description, target.description, sequences, chosen)
+        _require_same(options.out, artifact, {**wanted, **asked(chosen)})
     else:
         artifact = _fit(options, (source, target), sequences, chosen)
     sys.stdout.write(_as_json(artifact) if options.json else _as_text(artifact, options.out))
@@ -141,6 +145,30 @@ def _fit_options(options: argparse.Namespace) -> FitOptions:
     return replace(chosen, hidden=options.hidden) if options.hidden else chosen
 
 
+def _require_size(options: argparse.Namespace) -> None:
+    """Raises ConfigError for numbers with which no text is enough."""
+    if options.sequences < HELD_OUT_EVERY:
+        raise ConfigError(
+            f"--sequences {options.sequences}: every {HELD_OUT_EVERY}th is held out of a fit; give "
+            f"{HELD_OUT_EVERY} or more"
+        )
+    if options.sequence_tokens < 2:
+        raise ConfigError("--sequence-tokens 1: a fit leaves the first token out; give 2 or more")
+
+
+def _judge(text: Path, sequences: Sequence[TokenSequence], vocabulary: int) -> None:
+    """Warns of text to learn little from. Raises TextError where there is too little of it."""
+    if len(sequences) < HELD_OUT_EVERY:
+        tokens = len(sequences[0].tokens)
+        raise TextError(
+            f"{text}: holds {len(sequences)} sequences of {tokens} tokens, a fit needs "
+            f"{HELD_OUT_EVERY}; give more text or a smaller --sequence-tokens"
+        )
+    poor = monotony(sequences, vocabulary)
+    if poor:
+        warn(f"--text {text}: {poor}, so there is little to learn; give text like your traffic")
+
+
 def _located(model: str) -> str:
     return str(Path(model).resolve()) if Path(model).is_dir() else model
 
@@ -162,18 +190,17 @@ def _require_vacant(out: Path, *, resume: bool) -> None:
         raise ConfigError(f"--out {out}: holds other files ({found[0]}); give a folder of its own")
 
 
-def _require_same(out: Path, artifact: Artifact, asked: dict[str, str]) -> None:
+def _require_same(out: Path, artifact: Artifact, wanted: dict[str, str]) -> None:
     """A fit that has come to its end is gone on with by leaving it as it is.
 
     Raises ConfigError when the mapper is the end of another one.
     """
-    made = run_key_of(artifact)
-    differs = [name for name in asked if made[name] != asked[name]]
+    made = {**run_key_of(artifact), **artifact.fit.get("asked", {})}
+    differs = [name for name in wanted if made.get(name, wanted[name]) != wanted[name]]
     if differs:
-        field = differs[0].replace("--text", "--text, --sequences or --sequence-tokens")
         raise ConfigError(
-            f"--out {out}: holds the mapper of another fit ({field} differs); give another "
-            "folder, or remove it"
+            f"--out {out}: holds the mapper of another fit ({told(differs[0])} differs); give "
+            "another folder, or remove it"
         )
 
 

@@ -12,8 +12,16 @@ from rich.table import Table
 from kvstore_xfer.cli.common import positive_int, progress
 from kvstore_xfer.cli.models import add_pair_options, load_pair
 from kvstore_xfer.cli.output import open_console
+from kvstore_xfer.errors import ConfigError
 from kvstore_xfer.fit.text import cut_sequences
-from kvstore_xfer.gate.predict import LIKELY, PLANNED_SEQUENCES, Forecast, predict
+from kvstore_xfer.gate.predict import (
+    LEAST_SEQUENCES,
+    LEAST_TOKENS,
+    LIKELY,
+    PLANNED_SEQUENCES,
+    Forecast,
+    predict,
+)
 
 if TYPE_CHECKING:
     import argparse
@@ -45,6 +53,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(options: argparse.Namespace) -> int:
+    least = {"sequences": LEAST_SEQUENCES, "sequence_tokens": LEAST_TOKENS}
+    for name, number in least.items():
+        given = getattr(options, name)
+        if given < number:
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} {given}: a forecast needs {number}; give more")
     source, target = load_pair(options.source, options.target, options)
     sequences = cut_sequences(
         options.text, source.tokenize, tokens=options.sequence_tokens, count=options.sequences

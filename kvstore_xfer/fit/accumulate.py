@@ -87,7 +87,9 @@ class Accumulator:
             )
         )
         shapes = [(groups, source.layers * x, target.layers * y) for x, y in self._widths]
-        require_memory(sum(2 * Moments.bytes_needed(*shape) for shape in shapes), device)
+        needed = sum(2 * Moments.bytes_needed(*shape) for shape in shapes)
+        full = options.method is Method.FULL_HEAD
+        require_memory(needed, device, "use --method head-local" if full else "")
         self.moments = {
             f"{component}.{split}": Moments.zero(*shape, device=device)
             for component, shape in zip(("keys", "values"), shapes, strict=True)
@@ -196,7 +198,10 @@ def require_pair(source: ModelDescription, target: ModelDescription) -> None:
     """Raises ModelError unless blocks of `source` may in principle be converted for `target`."""
     for model in (source, target):
         if model.refusal is not None:
-            raise ModelError(f"{model.name}: its cache cannot be converted: {model.refusal}")
+            raise ModelError(
+                f"{model.name}: its cache cannot be converted: {model.refusal}; choose another "
+                "model"
+            )
     if source.tokenizer_digest != target.tokenizer_digest:
         raise ModelError(
             f"{source.name} and {target.name}: tokenizers differ (vocabulary, merges or added "
@@ -292,14 +297,18 @@ def _available_bytes() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def require_memory(needed: int, device: str) -> None:
-    """Raises ConfigError when `device` has fewer than `needed` bytes free."""
+def require_memory(needed: int, device: str, lighter: str = "") -> None:
+    """Raises ConfigError when `device` has fewer than `needed` bytes free.
+
+    `lighter` is what needs less, if anything does.
+    """
     if device == "cpu":
         available = _available_bytes()
     else:
         available, _ = torch.cuda.mem_get_info(device)
     if needed > available:
+        remedy = " or ".join(filter(None, (lighter, "use a device with more memory (--device)")))
         raise ConfigError(
             f"--method: the moments of this pair take {needed / 2**30:.1f} GiB, {device} has "
-            f"{available / 2**30:.1f} GiB free; use head-local, fewer --layers or a larger machine"
+            f"{available / 2**30:.1f} GiB free; {remedy}"
         )

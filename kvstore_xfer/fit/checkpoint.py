@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 FOLDER = ".fit"
+NEEDS_ROOM = "give a folder that can be written and has room"
 _TENSORS = tuple(field.name for field in fields(Moments) if field.name != "rows")
 
 
@@ -58,7 +59,7 @@ def save_checkpoint(
         partial.replace(file)
     except (OSError, SafetensorError) as error:
         partial.unlink(missing_ok=True)
-        raise ConfigError(f"--out {folder}: cannot be written ({error}); free some space") from None
+        raise ConfigError(f"--out {folder}: cannot be written ({error}); {NEEDS_ROOM}") from None
 
 
 def _file(number: int) -> str:
@@ -102,8 +103,13 @@ def drop_checkpoint(out: Path) -> None:
     shutil.rmtree(out / FOLDER, ignore_errors=True)
 
 
+def told(name: str) -> str:
+    """An entry of what tells one fit from another, by all the options that decide it."""
+    return name.replace("--text", "--text, --sequences or --sequence-tokens")
+
+
 def _require_same_run(file: Path, stored: dict[str, str], run: dict[str, str]) -> None:
-    different = [name for name in run if stored.get(name) != run[name]]
+    different = [told(name) for name in run if stored.get(name) != run[name]]
     if different:
         raise ConfigError(
             f"{file}: belongs to another fit ({', '.join(different)} differs); "

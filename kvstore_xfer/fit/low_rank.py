@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvstore_xfer.errors import ConfigError
 from kvstore_xfer.fit.accumulate import (
     FitOptions,
     later_pairs,
@@ -38,6 +37,7 @@ from kvstore_xfer.fit.accumulate import (
 from kvstore_xfer.fit.first_token import FirstToken
 from kvstore_xfer.fit.moments import Moments
 from kvstore_xfer.fit.select import RIDGES, Choice
+from kvstore_xfer.fit.solve import ridge_too_small
 from kvstore_xfer.mapper.convert_dense import token_rows
 from kvstore_xfer.mapper.maps import LayerMap, Mapper, assign_heads
 
@@ -77,7 +77,7 @@ class LowRankAccumulator:
         require_rank(options.rank, min(p, q))
         self._rank = options.rank or min(p, q, self._equal_rank(p, q))
         # Two sides, their sum, and what solving takes.
-        require_memory(4 * Moments.bytes_needed(1, p, q), device)
+        require_memory(4 * Moments.bytes_needed(1, p, q), device, "give fewer --layers")
         blocks = target.layers * target.kv_heads
         self.moments = {
             "fitted": Moments.zero(1, p, q, device=device),
@@ -238,7 +238,7 @@ def _solve(moments: Moments, rho: float, split: int) -> torch.Tensor:
         part += torch.where(scale > 0, rho * scale, 1)
     factor, failed = torch.linalg.cholesky_ex(gram)
     if failed.any():
-        raise ConfigError(f"--ridge {rho:g}: too small for these inputs; give 1e-5 or more")
+        raise ridge_too_small(rho)
     return torch.cholesky_solve(moments.xy[0], factor)
 
 

@@ -18,6 +18,7 @@ import torch
 
 from kvstore_xfer.errors import ConfigError
 from kvstore_xfer.fit.accumulate import require_finite, require_split, split_of, stripped
+from kvstore_xfer.fit.checkpoint import NEEDS_ROOM
 from kvstore_xfer.mapper.convert_dense import mlp
 from kvstore_xfer.mapper.maps import LayerMap, Mapper, Method, assign_heads
 
@@ -64,7 +65,7 @@ class RowFiles:
             with file.open("ab") as stream:
                 stream.write(data)
         except OSError as error:
-            raise ConfigError(f"--out {file}: {error.strerror}; free some space") from None
+            raise ConfigError(f"--out {file}: {error.strerror}; {NEEDS_ROOM}") from None
 
     def read(self, name: str, side: str, split: str) -> np.memmap:
         """``[N, L, H, d]`` of one component of one model."""

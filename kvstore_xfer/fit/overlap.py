@@ -27,7 +27,7 @@ _BITS = 32
 
 def sketch(sequences: Iterable[Sequence[int]]) -> str:
     """The smallest hashes of all n-grams, as text for a manifest."""
-    hashes = [_hashes(tokens) for tokens in sequences]
+    hashes = [ngram_hashes(tokens) for tokens in sequences]
     kept = np.unique(np.concatenate(hashes))[:_KEPT] if hashes else np.empty(0, np.uint32)
     return base64.b64encode(zlib.compress(kept.astype("<u4").tobytes(), 9)).decode()
 
@@ -35,14 +35,14 @@ def sketch(sequences: Iterable[Sequence[int]]) -> str:
 def repeats(tokens: Sequence[int], text: str) -> bool:
     """Whether at least half of the n-grams of `tokens` are in the fit with this sketch."""
     kept = np.frombuffer(zlib.decompress(base64.b64decode(text)), "<u4")
-    own = np.unique(_hashes(tokens))
+    own = np.unique(ngram_hashes(tokens))
     if len(kept) == _KEPT:  # else the sketch holds everything
         own = own[own <= kept[-1]]
     found = int(np.isin(own, kept).sum())
     return found >= _FEWEST and found >= _REPEATED * len(own)
 
 
-def _hashes(tokens: Sequence[int]) -> NDArray[np.uint32]:
+def ngram_hashes(tokens: Sequence[int]) -> NDArray[np.uint32]:
     """One hash per n-gram: a polynomial of the tokens modulo 2^64, its bits mixed."""
     ids = np.asarray(tokens, np.uint64)
     if len(ids) < NGRAM:

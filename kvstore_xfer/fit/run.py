@@ -264,6 +264,14 @@ def run_key_of(artifact: Artifact) -> dict[str, str]:
     }
 
 
+def asked(options: FitOptions) -> dict[str, str]:
+    """What was asked for beside the `run_key`, by the option: a checkpoint serves any of it."""
+    given = (options.layers, options.ridge, options.rank)
+    named = zip(("--layers", "--ridge", "--rank"), given, strict=True)
+    hidden = {"--hidden": str(options.hidden)} if options.method is Method.MLP else {}
+    return {name: "auto" if value is None else str(value) for name, value in named} | hidden
+
+
 def _fit_record(
     sequences: Sequence[TokenSequence], options: FitOptions, choice: Choice
 ) -> dict[str, Any]:
@@ -278,6 +286,7 @@ def _fit_record(
         },
         "held_out": f"every {HELD_OUT_EVERY}th sequence, for layers, k and ridge",
         "weights": options.weights,
+        "asked": asked(options),
         "k": len(choice.layers[0]),
         "layers": "auto" if options.layers is None else options.layers,
         "ridge": {"keys": list(choice.ridges[0]), "values": list(choice.ridges[1])},

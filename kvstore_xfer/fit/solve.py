@@ -43,11 +43,18 @@ def solve_ridge(
     diagonal.add_(ridge[:, None])
     factor, failed = torch.linalg.cholesky_ex(gram)
     if failed.any():
-        raise ConfigError(f"--ridge {rho:g}: too small for these inputs; give 1e-5 or more")
+        raise ridge_too_small(rho)
     weight = torch.cholesky_solve(cross, factor)
     mean_x, mean_y = moments.mean_x[:, inputs], moments.mean_y[:, outputs]
     bias = mean_y - torch.bmm(mean_x[:, None], weight)[:, 0]
     return Affine(weight, bias)
+
+
+def ridge_too_small(rho: float) -> ConfigError:
+    """The error of a singular system: a ridge of 1e-5 is enough for all but degenerate texts."""
+    return ConfigError(
+        f"--ridge {rho:g}: too small for these inputs; give {max(1e-5, 100 * rho):g} or more"
+    )
 
 
 def r_squared(

@@ -53,14 +53,19 @@ def read_documents(path: str | Path) -> Iterator[str]:
 
 
 def cut_sequences(
-    path: str | Path, tokenize: Tokenize, *, tokens: int, count: int
+    path: str | Path,
+    tokenize: Tokenize,
+    *,
+    tokens: int,
+    count: int,
+    shorter: str = "a smaller --sequence-tokens",
 ) -> list[TokenSequence]:
     """Up to `count` sequences of exactly `tokens` tokens from the documents of a file.
 
     Reading stops after `count` documents of sufficient length; the sequences are spread evenly over
     what was read. A document that the file repeats counts once: a copy on the held-out side would
     be no held-out text. No token is used twice and none is padded. Raises TextError when the file
-    does not hold a single sequence.
+    does not hold a single sequence; `shorter` is what to give then for shorter ones.
     """
     pieces: list[TokenSequence] = []
     longest = used = 0
@@ -84,7 +89,7 @@ def cut_sequences(
         raise TextError(f"{path}: holds no text; give a file with at least one document")
     raise TextError(
         f"{path}: the longest document has {longest} tokens, one sequence takes {tokens}; "
-        "give longer documents or a smaller --sequence-tokens"
+        f"give longer documents or {shorter}"
     )
 
 

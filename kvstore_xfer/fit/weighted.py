@@ -73,7 +73,7 @@ class WeightedAccumulator:
         }
         # Two sides, two weightings, and what blending takes for one layer.
         needed = 4 * sum(Moments.bytes_needed(*shape) for shape in shapes.values())
-        require_memory(needed, device)
+        require_memory(needed, device, "give fewer --layers or leave out --weights attention")
         self.moments = {
             f"{name}.{weighting}.{split}": Moments.zero(*shape, device=device)
             for name, shape in shapes.items()

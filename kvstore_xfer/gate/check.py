@@ -81,12 +81,12 @@ def check(
     if wrong:
         return run.record("models", wrong)
     first = Length(CALIBRATION, prefix, passages)
+    for length in (first, *lengths):
+        _require_room(artifact, length)
     unseen, leak = _unseen(artifact, [first, *lengths], limits)
     items = _unseen_items(artifact, tasks, limits)
     if leak:
         return run.record("held_out", leak)
-    for length in unseen:
-        _require_room(artifact, length)
     return run.stages(unseen, items)
 
 
@@ -251,8 +251,8 @@ def _require_room(artifact: Artifact, length: Length) -> None:
     tokens = len(length.passages[0].tokens) if length.passages else 0
     if longest and tokens > longest:
         raise TextError(
-            f"--prefix-tokens: passages of {tokens} tokens are longer than the models' {longest}; "
-            "give fewer"
+            f"--max-tokens: passages of {tokens} tokens are longer than the models' {longest}; "
+            f"give {longest} at most, in a manifest's gate too"
         )
 
 
@@ -299,12 +299,14 @@ def _documents_needed(limits: Thresholds) -> int:
 
 def _too_little(name: str, passages: Sequence[TokenSequence], limits: Thresholds) -> TextError:
     documents = len({passage.document for passage in passages})
-    longer = f" (length {name!r}: longer documents, or --lengths)"
+    remedy = f"longer documents, or leave the length {name!r} out with --lengths"
     if name == CALIBRATION:
-        longer = ", or fit with shorter passages (kvxfer fit --sequence-tokens)"
+        few = documents < _documents_needed(limits)
+        remedy = "text of more documents (a .txt is one)" if few else "more text"
+        remedy += ", or smaller --prefix-tokens and --tail-tokens"
     return TextError(
         f"--text: {len(passages)} passages of {documents} documents that the fit has not seen, "
-        f"needed are {limits.min_passages} of {_documents_needed(limits)}; give more text{longer}"
+        f"needed are {limits.min_passages} of {_documents_needed(limits)}; give {remedy}"
     )
 
 
@@ -317,6 +319,6 @@ def _unseen_items(
     if items and (len(left) < limits.min_task_items or documents < _documents_needed(limits)):
         raise TextError(
             f"--tasks: {len(left)} questions about {documents} contexts that the fit has not seen, "
-            f"needed are {limits.min_task_items} about {_documents_needed(limits)}; give more"
+            f"needed are {limits.min_task_items} about {_documents_needed(limits)}; add to the file"
         )
     return left

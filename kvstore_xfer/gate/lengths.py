@@ -24,6 +24,7 @@ CALIBRATION = "calibration"
 SHORT = "short"
 LENGTHS = (CALIBRATION, SHORT, "double", "fourfold")
 SHORT_PREFIX = 48  # within the 32 to 64 tokens where published maps fall behind both models
+_SHORTER = "smaller --prefix-tokens and --tail-tokens"
 _PROBE_PASSAGES = 8
 _MULTIPLES = {CALIBRATION: 1, "double": 2, "fourfold": 4}
 
@@ -105,11 +106,11 @@ def _cut(
 ) -> Length:
     total = prefix + tail
     if name == SHORT and prefix < SHORT_PREFIX:
-        return Length(name, prefix, skipped=f"the calibration length's {prefix} tokens are short")
+        return Length(name, prefix, skipped=f"the calibration length's {prefix + 1} are short")
     if longest and total > longest:
         return Length(name, prefix, skipped=f"{total} tokens are more than the models' {longest}")
     try:
-        passages = cut_sequences(path, tokenize, tokens=total, count=count)
+        passages = cut_sequences(path, tokenize, tokens=total, count=count, shorter=_SHORTER)
     except TextError as error:
         if name == CALIBRATION:
             raise

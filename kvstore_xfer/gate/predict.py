@@ -40,6 +40,9 @@ PLANNED_SEQUENCES = 500
 PLANNED_PASSAGES = 60  # as `kvxfer check` takes
 _ARMS = ("native", "mapped", "wrong", "none", "source")
 _CHECKED_EVERY = 4  # documents kept for measuring
+_LEAST_CHECKED = 2  # one is the other's wrong document
+LEAST_SEQUENCES = 2 * HELD_OUT_EVERY + _LEAST_CHECKED
+LEAST_TOKENS = 5  # a quarter is read after the rest, and its second token predicted
 _LEAST_LEFT = 0.5  # no extrapolation promises more than half of the measured KL
 _RIDGE = 1e-3  # trials do not pick it: on held-out sequences it is the usual choice
 
@@ -142,11 +145,14 @@ def _split(
     kept = set(documents[_CHECKED_EVERY - 1 :: _CHECKED_EVERY])
     fitted = [sequence for sequence in sequences if sequence.document not in kept]
     checked = [sequence for sequence in sequences if sequence.document in kept]
-    if len(kept) < 2 or len(fitted) < 2 * HELD_OUT_EVERY:
+    if len(kept) < _LEAST_CHECKED or len(fitted) < 2 * HELD_OUT_EVERY:
+        remedy = "more text, a larger --sequences or a smaller --sequence-tokens"
+        if len(kept) < _LEAST_CHECKED:
+            remedy = f"text of {_LEAST_CHECKED * _CHECKED_EVERY} documents or more (a .txt is one)"
         raise TextError(
             f"--text: {len(sequences)} sequences of {len(documents)} documents; a forecast needs "
             f"{2 * HELD_OUT_EVERY} to fit on and two documents to measure on, every "
-            f"{_CHECKED_EVERY}th; give more text"
+            f"{_CHECKED_EVERY}th; give {remedy}"
         )
     return fitted, checked
 

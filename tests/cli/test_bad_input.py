@@ -74,6 +74,64 @@ def test_an_empty_text_and_a_text_shorter_than_one_sequence(fit, tmp_path):
         assert message in line
 
 
+def test_too_few_sequences_to_fit_or_forecast(fit, fails, tmp_path):
+    """Each message names what is too small; only text that holds too little is asked for more."""
+    missing = tmp_path / "no-model"
+    line = fit(missing, missing, missing, None, "--sequences", "7")
+    assert "--sequences 7: every 8th is held out of a fit; give 8 or more" in line
+    line = fit(missing, missing, missing, None, "--sequence-tokens", "1")
+    assert "--sequence-tokens 1: a fit leaves the first token out; give 2 or more" in line
+    line = fit(FAMILY / "small", FAMILY / "large", TEXT, None, "--sequence-tokens", "4000")
+    told = "holds 6 sequences of 4000 tokens, a fit needs 8; give more text or a smaller"
+    assert f"{TEXT}: {told} --sequence-tokens" in line
+    pair = ["predict", "--source", missing, "--target", missing, "--text", missing]
+    assert "--sequences 17: a forecast needs 18" in fails(*pair, "--sequences", 17)
+    assert "--sequence-tokens 4: a forecast needs 5" in fails(*pair, "--sequence-tokens", 4)
+
+
+def test_too_few_passages_to_check(fails, family_mapper, tmp_path):
+    check = ["check", family_mapper.folder, "--dtype", "float32", "--text"]
+    line = fails(*check, tmp_path / "none.jsonl", "--passages", 15)
+    assert "--passages 15: the gate needs 16; give 16 or more" in line
+    manifest = tmp_path / "family.yaml"
+    pair = {"source": "a", "target": "b", "mapper": str(family_mapper.folder)}
+    models = {name: {"path": name} for name in "ab"}
+    content = {"family": "f", "store": "local:s", "models": models, "pairs": [pair]}
+    manifest.write_text(json.dumps(content | {"gate": {"min_passages": 90}}))
+    line = fails(*check, TEXT, "--family", manifest)
+    assert "--passages 60: the gate needs 90; give 90 or more" in line
+
+
+def test_passages_that_no_document_holds(fails, family_mapper, tmp_path):
+    """`check` has no --sequence-tokens."""
+    text = tmp_path / "short.txt"
+    text.write_text("A short text.")
+    line = fails("check", family_mapper.folder, "--dtype", "float32", "--text", text)
+    assert line.endswith("give longer documents or smaller --prefix-tokens and --tail-tokens")
+    text.write_text(json.loads(TEXT.read_text().splitlines()[0])["text"])
+    sizes = ["--prefix-tokens", 24, "--tail-tokens", 8, "--lengths", "calibration"]
+    line = fails("check", family_mapper.folder, "--dtype", "float32", "--text", text, *sizes)
+    assert "give text of more documents (a .txt is one), or smaller --prefix-tokens" in line
+
+
+@pytest.mark.parametrize(
+    ("given", "ignored", "chosen"),
+    [
+        (["--tasks", "a"], "--handoffs", "--turns"),
+        (["--tasks", "a"], "--turn-tokens", "--turns"),
+        (["--tasks", "a"], "--conversations", "--turns"),
+        (["--turns", "t", "--back", "m"], "--limit", "--tasks"),
+        (["--turns", "t", "--back", "m"], "--few-shot", "--tasks"),
+        (["--turns", "t", "--back", "m"], "--hold-back", "--tasks"),
+        (["--turns", "t", "--back", "m"], "--split-at", "--tasks"),
+        (["--turns", "t", "--back", "m"], "--include", "--tasks"),
+    ],
+)
+def test_options_that_an_evaluation_would_ignore(fails, given, ignored, chosen):
+    line = fails("eval", "no-mapper", *given, ignored, "3")
+    assert line == f"kvxfer: error: {ignored}: acts on {chosen} only; add that, or leave it out"
+
+
 def test_a_manifest_with_an_unknown_field(fails, tmp_path):
     file = tmp_path / "family.yaml"
     file.write_text("family: f\nstore: local:s\nmodels:\n  a: {path: x}\ncolour: red\n")

@@ -38,6 +38,9 @@ def test_a_finished_fit_is_gone_on_with_by_leaving_it(mapper, capfd):
         (["--sequence-tokens", "48"], "--sequence-tokens"),
         (["--method", "full-head"], "--method"),
         (["--weights", "attention"], "--weights"),
+        (["--layers", "2"], "--layers"),
+        (["--ridge", "1e-3"], "--ridge"),
+        (["--sequences", "24"], "--text, --sequences or --sequence-tokens"),
         (["--target", FAMILY / "small"], "--target"),
     ],
 )
@@ -45,6 +48,25 @@ def test_another_fit_does_not_go_on_in_it(mapper, fails, more, field):
     line = fails(*FIT, *SIZE, "--out", mapper, "--resume", *more)
     assert "holds the mapper of another fit" in line
     assert field in line
+
+
+def test_a_text_that_teaches_nothing_is_told_and_fitted(tmp_path, capfd):
+    text = tmp_path / "same.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 200)
+    out = tmp_path / "mapper"
+    assert (
+        main(["fit", *MODELS, *SIZE, "--layers", "1", "--text", str(text), "--out", str(out)]) == 0
+    )
+    told = [line for line in capfd.readouterr().err.splitlines() if "warning" in line]
+    assert len(told) == 1
+    assert told[0].startswith(f"kvxfer: warning: --text {text}: 9")
+    assert "repeat earlier ones, so there is little to learn; give text like" in told[0]
+    assert (out / "manifest.json").exists()
+
+
+def test_a_text_like_the_shipped_one_is_not_warned_of(tmp_path, capfd):
+    assert main([*FIT, *SIZE, "--out", str(tmp_path / "mapper")]) == 0
+    assert "warning" not in capfd.readouterr().err
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path, fails, monkeypatch):

@@ -9,6 +9,7 @@ import torch
 from kvstore_xfer.errors import ConfigError, ModelError
 from kvstore_xfer.fit import accumulate
 from kvstore_xfer.fit.accumulate import HELD_OUT_EVERY, Accumulator, FitOptions
+from kvstore_xfer.fit.low_rank import LowRankAccumulator
 from kvstore_xfer.mapper.maps import Method
 
 TOKENS, SEQUENCES, RIDGE = 12, 24, 1e-2
@@ -261,5 +262,12 @@ def test_models_that_are_no_pair_are_refused(make_description):
 
 def test_moments_that_do_not_fit_into_memory_are_refused(make_description, monkeypatch):
     monkeypatch.setattr(accumulate, "_available_bytes", lambda: 1000)
-    with pytest.raises(ConfigError, match=r"--method: .*GiB free; use head-local"):
-        Accumulator(make_description("s"), make_description("t"), FitOptions())
+    models = (make_description("s"), make_description("t"))
+    for method, remedy in (
+        (Method.HEAD_LOCAL, "use a device with more memory"),
+        (Method.FULL_HEAD, "use --method head-local or use a device"),
+    ):
+        with pytest.raises(ConfigError, match=rf"--method: .*GiB free; {remedy}"):
+            Accumulator(*models, FitOptions(method))
+    with pytest.raises(ConfigError, match=r"GiB free; give fewer --layers or use a device"):
+        LowRankAccumulator(*models, FitOptions(Method.LOW_RANK))

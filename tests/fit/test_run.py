@@ -84,7 +84,7 @@ def test_without_resume_a_fit_starts_from_the_beginning(folder, fit_now):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"first": 1}, "--text"),
+        ({"first": 1}, "--text, --sequences or --sequence-tokens"),
         ({"options": FitOptions(method=Method.FULL_HEAD)}, "--method"),
     ],
 )
@@ -160,7 +160,7 @@ def test_a_checkpoint_that_cannot_be_written_keeps_the_one_before(folder, worker
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(ConfigError, match=r"--out .*No space left on device.*free some space"):
+    with pytest.raises(ConfigError, match=r"--out .*No space left on device.*has room"):
         checkpoint.save_checkpoint(folder, {}, {}, 3)
     assert files(folder / checkpoint.FOLDER) == before
 

@@ -96,7 +96,7 @@ def test_a_ridge_that_is_too_small_is_named():
     x = np.random.default_rng(0).normal(0, 1, (1, 50, 4))
     x[..., 3] = x[..., 2]
     x[..., 1] = x[..., 0]
-    with pytest.raises(ConfigError, match=r"--ridge 1e-300: .*give 1e-5 or more"):
+    with pytest.raises(ConfigError, match=r"--ridge 1e-300: .*give 1e-05 or more"):
         solve_ridge(moments_of(x, x), torch.arange(4), torch.arange(4), 1e-300)
 
 

@@ -82,15 +82,15 @@ def test_text_of_the_fit_is_not_used(family_mapper):
 def test_too_little_or_too_long_text_decides_nothing(family_mapper):
     f = family_mapper
     with pytest.raises(
-        TextError, match=r"15 passages of .* give more text, or .*--sequence-tokens"
+        TextError, match=r"15 passages of .* give more text, or smaller --prefix-tokens and"
     ):
         check(f.artifact, f.source, f.target, f.passages[:15], PREFIX)
     one = [p for p in f.passages if p.document == f.passages[0].document]
     limits = Thresholds(min_passages=1, min_documents=1)
-    with pytest.raises(TextError, match="give more text"):
+    with pytest.raises(TextError, match=r"give text of more documents \(a \.txt is one\)"):
         check(f.artifact, f.source, f.target, one, PREFIX, thresholds=limits)
     long = [replace(p, tokens=p.tokens * 17) for p in f.passages]
-    with pytest.raises(TextError, match="longer than the models' 4096"):
+    with pytest.raises(TextError, match=r"--max-tokens: .*longer than the models' 4096"):
         check(f.artifact, f.source, f.target, long, PREFIX)
 
 

@@ -66,8 +66,11 @@ def test_a_fine_tune_is_tried_with_a_residual_first(family_models):
 
 
 def test_too_little_text_is_asked_for(family_models, sequences):
-    with pytest.raises(TextError, match="a forecast needs 16 to fit on"):
-        predict(family_models.source, family_models.target, sequences[:8])
+    models = (family_models.source, family_models.target)
+    with pytest.raises(TextError, match=r"a forecast needs 16 to fit on .* text of 8 documents"):
+        predict(*models, sequences[:8])
+    with pytest.raises(TextError, match=r"give more text, a larger --sequences or a smaller"):
+        predict(*models, sequences[:20])
 
 
 def measured(kl, cosine):
