@@ -173,10 +173,17 @@ class IndexFuzzer(Fuzzer):
     """The index file, closed in order or not, opened again in a process of its own."""
 
     SCRIPT = (
-        "import sys; from kvstore_xfer.store.local import LocalStore\n"
+        "import sys, time; from kvstore_xfer.store.local import LocalStore\n"
         "from kvstore_xfer.store.testing import *\n"
+        "expected = [block_bytes(n, 9) for n in range(20)]\n"
         "with LocalStore(sys.argv[1], min_free_bytes=0) as store:\n"
-        "    for n in range(20): assert get(store, block_key(n)).payload == block_bytes(n, 9)\n"
+        "    end = time.monotonic() + 30\n"
+        "    while True:\n"
+        "        found = [get(store, block_key(n)).payload for n in range(20)]\n"
+        "        if found == expected: break\n"
+        "        assert all(f in (None, e) for f, e in zip(found, expected)), found\n"
+        "        assert unsealed and time.monotonic() < end, found\n"  # rows are checked in use
+        "        time.sleep(0.1)\n"
     )
 
     def __init__(self, chance, work):
@@ -190,9 +197,10 @@ class IndexFuzzer(Fuzzer):
         shutil.copytree(self.kept, self.root)
         data = self.root / "index" / "data.mdb"
         data.write_bytes(mutate(self.chance, data.read_bytes()))
-        if self.chance.random() < 0.5:
+        unsealed = self.chance.random() < 0.5
+        if unsealed:
             (self.root / "index" / "digest").unlink()
-        command = [sys.executable, "-c", self.SCRIPT, self.root]
+        command = [sys.executable, "-c", f"unsealed = {unsealed}\n{self.SCRIPT}", self.root]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         if done.returncode:
             raise AssertionError(f"status {done.returncode}: {done.stderr[-500:]}")

@@ -20,6 +20,7 @@ import lmdb
 
 from kvstore_xfer.errors import BlockFormatError, StoreError
 from kvstore_xfer.store.local import seal
+from kvstore_xfer.store.local.check import Check, is_marked, set_mark
 from kvstore_xfer.store.local.environment import DAMAGE
 from kvstore_xfer.store.local.index import Entry, Index, raw_key
 from kvstore_xfer.store.local.layout import Layout, open_regular, parse_name, payload_name
@@ -70,6 +71,7 @@ class Folder:
             raise
         self._workers = Workers(f"store {root}")
         self._stop = threading.Event()
+        self._check: Check | None = None
         try:
             if self._index.walked() is None:
                 self.walk()
@@ -191,6 +193,7 @@ class Folder:
         self._stop.set()
         self._keeper.join()
         self._workers.shutdown()
+        self._end_check()
         try:
             self.update(lambda rows: None)
         except FAILURES as error:
@@ -210,6 +213,8 @@ class Folder:
                 shutil.rmtree(leftover, ignore_errors=True)
             fresh.mkdir()
             self._index.environment.copy_compact(fresh)
+            if is_marked(index):
+                set_mark(fresh)
             sizes = [os.stat(folder / "data.mdb").st_size for folder in (index, fresh)]
             index.rename(old)
             fresh.rename(index)
@@ -250,6 +255,8 @@ class Folder:
     def after_fork_in_child(self) -> None:
         self._index.environment.close_after_fork()
         os.close(self._users)  # the parent's lock stays
+        if self._check is not None:
+            self._check.after_fork_in_child()
 
     def _settle_and(self, work: Callable[[Rows], T]) -> T:
         with self._pending_lock:
@@ -364,10 +371,13 @@ class Folder:
         self.update(work)
 
     def _keep_house(self) -> None:
+        self._see_to_check(begin=True)
         ticks = 0
         while not self._stop.wait(_TICK_SECONDS):
+            sweep = ticks % _SWEEP_TICKS == 0
+            self._see_to_check(begin=sweep)
             try:
-                self._tick(sweep=ticks % _SWEEP_TICKS == 0)
+                self._tick(sweep=sweep)
             except FAILURES as error:
                 logger.debug("store %s: housekeeping: %s", self.layout.root, error)
             ticks += 1
@@ -381,6 +391,32 @@ class Folder:
         if sweep:
             self.query(lambda index: index.environment.clear_stale_readers())
             self.sweep_temporaries()
+
+    def _see_to_check(self, *, begin: bool) -> None:
+        """Begin the check of rows that a crash has left, or act on what it has found."""
+        try:
+            if self._check is None:
+                if begin:
+                    self._check = Check.begin(self.layout.index)
+                return
+            if not self._check.ended:
+                return
+            ended, self._check = self._check, None
+            with self.layout.locked(exclusive=False):  # the index is replaced under the other
+                damage = ended.conclude()
+            if damage is not None:
+                logger.warning("store %s: index rebuilt: %s", self.layout.root, damage)
+                with self.writer:
+                    self._reopen_index()  # it may be another than this process has open
+                    self.condemn_index()
+        except FAILURES as error:
+            logger.debug("store %s: check of the index: %s", self.layout.root, error)
+
+    def _end_check(self) -> None:
+        self._see_to_check(begin=False)
+        if self._check is not None:
+            self._check.end()
+            self._check = None
 
     def _unusable(self, error: Exception) -> StoreError:
         if isinstance(error, OSError):

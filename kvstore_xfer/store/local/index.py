@@ -11,7 +11,8 @@ database   key                         value
 
 A file is removed only after its row has moved to the trash, so a crash in between leaves neither
 an entry without a file nor a file that nobody counts. LMDB's pages carry no checksum: rows carry
-one, and `seal` guards the file as a whole while nobody has it open.
+one, and `seal` guards the file as a whole while nobody has it open; `walk_index` and `check_index`
+look at what a crash has left.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def unpack_entry(key: bytes, row: bytes | memoryview) -> Entry:
     return Entry(*_ENTRY.unpack(raw))
 
 
-def _recent(key: bytes, stamp: int) -> bytes:
+def recent_row(key: bytes, stamp: int) -> bytes:
     """The row of a block in the order of eviction."""
     handicap = DERIVED_HANDICAP_NS if _DERIVED in key else 0
     return _STAMP.pack(max(0, stamp - handicap)) + key
@@ -108,7 +109,7 @@ class Rows:
     def __init__(self, transaction: lmdb.Transaction, databases: Databases) -> None:
         self._txn = transaction
         self._db = databases
-        self.totals = self._saved = _totals(transaction, databases)
+        self.totals = self._saved = read_totals(transaction, databases)
 
     def get(self, key: bytes) -> Entry | None:
         raw = self._txn.get(key, db=self._db.blocks)
@@ -118,7 +119,7 @@ class Rows:
         """Add an entry; the name of the payload it replaces goes to the trash."""
         replaced = self.remove(key)
         self._txn.put(key, pack_entry(key, entry), db=self._db.blocks)
-        self._txn.put(_recent(key, entry.stamp), b"", db=self._db.recent)
+        self._txn.put(recent_row(key, entry.stamp), b"", db=self._db.recent)
         self._count(used=entry.size)
         return replaced
 
@@ -129,7 +130,7 @@ class Rows:
             return None
         name = payload_name(key, entry.generation)
         self._txn.delete(key, db=self._db.blocks)
-        self._txn.delete(_recent(key, entry.stamp), db=self._db.recent)
+        self._txn.delete(recent_row(key, entry.stamp), db=self._db.recent)
         self._txn.put(name.encode(), _SIZE.pack(entry.size), db=self._db.trash)
         return name
 
@@ -145,8 +146,8 @@ class Rows:
         entry = self.get(key)
         if entry is None or entry.stamp >= stamp:
             return
-        self._txn.delete(_recent(key, entry.stamp), db=self._db.recent)
-        self._txn.put(_recent(key, stamp), b"", db=self._db.recent)
+        self._txn.delete(recent_row(key, entry.stamp), db=self._db.recent)
+        self._txn.put(recent_row(key, stamp), b"", db=self._db.recent)
         self._txn.put(key, pack_entry(key, entry._replace(stamp=stamp)), db=self._db.blocks)
 
     def evict(self, needed: int, now: int) -> list[str]:
@@ -162,7 +163,7 @@ class Rows:
                 key = row[_STAMP.size :]
                 entry = self.get(key)
                 rows.append(row)
-                if entry is None or row != _recent(key, entry.stamp):
+                if entry is None or row != recent_row(key, entry.stamp):
                     continue  # left over from another order
                 if entry.stamp > now:
                     rows.pop()
@@ -180,7 +181,7 @@ class Rows:
         key = row[_STAMP.size :]
         entry = self.get(key)
         self._txn.delete(row, db=self._db.recent)
-        current = entry is not None and row == _recent(key, entry.stamp)
+        current = entry is not None and row == recent_row(key, entry.stamp)
         return self.remove(key) if current else None
 
     def forget(self, name: str) -> None:
@@ -263,7 +264,7 @@ class Index:
     def totals(self) -> tuple[int, Totals]:
         """Number of blocks, and the totals."""
         with self.environment.reading() as txn:
-            return txn.stat(db=self._db.blocks)["entries"], _totals(txn, self._db)
+            return txn.stat(db=self._db.blocks)["entries"], read_totals(txn, self._db)
 
     def oldest_stamp(self) -> int | None:
         """Last use of the least recently used block, in nanoseconds; None when there is none."""
@@ -284,23 +285,6 @@ class Index:
             raw = txn.get(b"walked", db=self._db.meta)
         return None if raw is None else bytes(raw).decode(errors="replace")
 
-    def check(self) -> tuple[int, int]:
-        """Read every row; blocks, and those of them that have their place in the eviction order.
-
-        Raises what damage makes LMDB or a row's checksum raise.
-        """
-        blocks = placed = 0
-        with self.environment.reading() as txn:
-            for key, row in txn.cursor(db=self._db.blocks):
-                entry = unpack_entry(bytes(key), row)
-                blocks += 1
-                placed += txn.get(_recent(bytes(key), entry.stamp), db=self._db.recent) is not None
-            for database in (self._db.recent, self._db.trash, self._db.meta):
-                for _ in txn.cursor(db=database):
-                    pass
-            _totals(txn, self._db)
-        return blocks, placed
-
     def update(self, work: Callable[[Rows], T]) -> T:
         """Run `work` in one write transaction; it may run twice."""
 
@@ -316,6 +300,6 @@ class Index:
         self.environment.close()
 
 
-def _totals(transaction: lmdb.Transaction, databases: Databases) -> Totals:
+def read_totals(transaction: lmdb.Transaction, databases: Databases) -> Totals:
     raw = transaction.get(b"totals", db=databases.meta)
     return Totals() if raw is None else Totals(*_TOTALS.unpack(raw))

@@ -2,8 +2,9 @@
 
 LMDB maps its file and trusts it: a page damaged on the disk can end the process with a signal
 instead of an exception. So the last process that closes an index writes down the digest of the
-file, and the first that opens it compares. Without a digest, after a crash, a child process reads
-every row first; what would have killed us kills the child.
+file, and the first that opens it compares. Without a digest, after a crash, a child process walks
+through every page first; what would have killed us kills the child. Then the rows are marked for
+`check`, and until that is done nobody writes a digest.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import lmdb
 import xxhash
 
 from kvstore_xfer.errors import BlockFormatError
+from kvstore_xfer.store.local import walk_index
+from kvstore_xfer.store.local.check import environment, is_marked, last_line, set_mark
 from kvstore_xfer.store.local.layout import open_regular
 
 if TYPE_CHECKING:
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 
 _NAME = "digest"
 _STEP = 4 << 20
-_CHECK_SECONDS = 120
+_WALK_SECONDS = 120
 
 
 def become_user(descriptor: int) -> bool:
@@ -45,7 +48,9 @@ def is_last_user(descriptor: int) -> bool:
 
 
 def write(folder: Path) -> None:
-    """Called by the last user, after its handle is closed."""
+    """Called by the last user, after its handle is closed; not for rows still to be checked."""
+    if is_marked(folder):
+        return
     fresh = folder / f"{_NAME}.new"
     fresh.write_text(_digest(folder))
     fresh.rename(folder / _NAME)
@@ -60,10 +65,11 @@ def check(folder: Path, *, alone: bool) -> None:
         expected = sealed.read_text()
     except (FileNotFoundError, UnicodeDecodeError):
         expected = ""  # not closed by its last user
-    if expected != _digest(folder):
-        if expected:
-            raise lmdb.CorruptedError("index: the file is not what its last user left")
-        _read_in_child(folder)
+    if not expected:
+        _walk_in_child(folder)
+        set_mark(folder)
+    elif expected != _digest(folder):
+        raise lmdb.CorruptedError("index: the file is not what its last user left")
     sealed.unlink(missing_ok=True)
 
 
@@ -80,20 +86,15 @@ def _digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _read_in_child(folder: Path) -> None:
-    path = os.pathsep.join(part for part in sys.path if part)
-    command = [sys.executable, "-m", "kvstore_xfer.store.local.check_index", os.fspath(folder)]
+def _walk_in_child(folder: Path) -> None:
+    # By its path and without site-packages' start-up files: the opening of a store waits for it.
+    command = [sys.executable, "-S", os.fspath(walk_index.__file__), os.fspath(folder)]
     try:
         done = subprocess.run(
-            command,
-            env=os.environ | {"PYTHONPATH": path},
-            capture_output=True,
-            timeout=_CHECK_SECONDS,
-            check=False,
+            command, env=environment(), capture_output=True, timeout=_WALK_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
         raise lmdb.CorruptedError("index: reading it does not come to an end") from None
     if done.returncode:
-        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        reason = last or f"reading it ends with status {done.returncode}"
+        reason = last_line(done.stderr) or f"reading it ends with status {done.returncode}"
         raise lmdb.CorruptedError(f"index: {reason}")
