@@ -49,6 +49,19 @@ def crashed(root, damage=None):
         rows = store._folder._index
         rows.environment.update(lambda txn: change_row(txn, rows._db, damage))
     (root / "index" / "digest").unlink()
+    if damage == "branch":
+        mislead(root / "index" / "data.mdb")
+
+
+def mislead(data):
+    """In branch pages, the keys that say which way a look-up has to go."""
+    raw, size, branch = bytearray(data.read_bytes()), 4096, 1
+    for start in range(0, len(raw), size):
+        page = raw[start : start + size]
+        if page[10] & branch:
+            raw[start : start + size] = page.replace(b"/native/000", b"/native/fff")
+    assert raw != data.read_bytes()
+    data.write_bytes(raw)
 
 
 def all_present(store):
@@ -97,7 +110,7 @@ def test_a_sound_index_is_kept_and_sealed_again(tmp_path, caplog):
         assert not is_marked(tmp_path / "index")
 
 
-@pytest.mark.parametrize("damage", ["entry", "place"])
+@pytest.mark.parametrize("damage", ["entry", "place", "branch"])
 def test_a_damaged_row_is_mended_without_being_read(tmp_path, caplog, damage):
     crashed(tmp_path, damage)
     with opened(tmp_path) as store:

@@ -1,4 +1,5 @@
-"""Reads every row of an index in use: its checksum, and its place in the order of eviction.
+"""Reads every row of an index in use: its checksum, its place in the order of eviction, and whether
+a look-up finds it.
 
 ``python -m kvstore_xfer.store.local.check_index FOLDER``; exits with 0 when all is well, with
 `DAMAGED` and the reason when it is not. Standard input is a pipe that ends with whoever waits.
@@ -9,12 +10,16 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from typing import TYPE_CHECKING
 
 import lmdb
 
 from kvstore_xfer.store.local.check import DAMAGED
 from kvstore_xfer.store.local.environment import DAMAGE
 from kvstore_xfer.store.local.index import Databases, read_totals, recent_row, unpack_entry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _LOWEST_PRIORITY = 19
 
@@ -43,14 +48,22 @@ def check(folder: str) -> None:
         index.begin() as transaction,
     ):
         databases = Databases(*(index.open_db(name, transaction, create=False) for name in names))
-        blocks, recent, *others = (transaction.cursor(database) for database in databases)
+        blocks, recent, *others = (_rows(transaction, database) for database in databases)
         wanted = sum(hash(recent_row(key, unpack_entry(key, row).stamp)) for key, row in blocks)
         if wanted != sum(hash(row) for row, _ in recent):
             raise lmdb.CorruptedError("index: the order of eviction is not that of the blocks")
-        for cursor in others:
-            for _ in cursor:
+        for rows in others:
+            for _ in rows:
                 pass
         read_totals(transaction, databases)
+
+
+def _rows(transaction: lmdb.Transaction, database: lmdb._Database) -> Iterator[tuple[bytes, bytes]]:
+    """All rows; raises lmdb.CorruptedError where a look-up goes astray."""
+    for key, row in transaction.cursor(database):
+        if transaction.get(key, None, database) is None:
+            raise lmdb.CorruptedError("index: a row that no look-up finds")
+        yield bytes(key), bytes(row)
 
 
 def _end_with_parent() -> None:
