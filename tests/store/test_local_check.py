@@ -130,6 +130,16 @@ def test_rows_that_could_harm_lmdb_are_found_at_once(tmp_path, caplog, endless, 
     assert sealed(tmp_path)
 
 
+@pytest.mark.timeout(60)
+def test_a_pipe_in_place_of_the_index_is_damage(tmp_path, caplog):
+    crashed(tmp_path)
+    (tmp_path / "index" / "data.mdb").unlink()
+    os.mkfifo(tmp_path / "index" / "data.mdb")
+    with opened(tmp_path) as store:
+        assert "rebuilt" in caplog.text
+        assert all_present(store)
+
+
 def test_closing_ends_the_check(tmp_path, endless):
     crashed(tmp_path)
     store = opened(tmp_path)

@@ -75,18 +75,22 @@ def check(folder: Path, *, alone: bool) -> None:
 
 def _digest(folder: Path) -> str:
     digest = xxhash.xxh3_128()
-    try:
-        descriptor, _ = open_regular(folder / "data.mdb")
-    except BlockFormatError as error:
-        raise lmdb.CorruptedError(f"index: {error}") from None
-    with open(descriptor, "rb", buffering=0) as file:
+    with open(_open_data(folder), "rb", buffering=0) as file:
         buffer = memoryview(bytearray(_STEP))
         while size := file.readinto(buffer):
             digest.update(buffer[:size])
     return digest.hexdigest()
 
 
+def _open_data(folder: Path) -> int:
+    try:
+        return open_regular(folder / "data.mdb")[0]
+    except BlockFormatError as error:
+        raise lmdb.CorruptedError(f"index: {error}") from None
+
+
 def _walk_in_child(folder: Path) -> None:
+    os.close(_open_data(folder))  # a pipe would hold the child up
     # By its path and without site-packages' start-up files: the opening of a store waits for it.
     command = [sys.executable, "-S", os.fspath(walk_index.__file__), os.fspath(folder)]
     try:
