@@ -234,7 +234,9 @@ def _run(
         )
     except (OSError, ConnectionError, ValueError) as error:
         cause = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"--tasks: the harness could not run them ({cause})") from None
+        raise ConfigError(
+            f"--tasks: the harness could not run them ({cause}); try others, or --include them"
+        ) from None
     return found
 
 
@@ -268,7 +270,10 @@ def _score(row: dict[str, Any]) -> tuple[float, str, float]:
                     return 1 / float(value), "1 / word_perplexity", 0.0
                 spread = row.get(name.replace(metric, f"{metric}_stderr", 1), 0.0)
                 return float(value), metric, float(spread) if spread != "N/A" else 0.0
-    raise ConfigError(f"--tasks: no known metric among {', '.join(sorted(row))}")
+    raise ConfigError(
+        f"--tasks: no known metric among {', '.join(sorted(row))}; leave out the task without "
+        f"{', '.join(_METRICS)}"
+    )
 
 
 def _chance(sample: dict[str, Any]) -> float:

@@ -1,4 +1,4 @@
-"""What several subcommands share: number options, progress."""
+"""What several subcommands share: number options, what is asked of a text, progress."""
 
 from __future__ import annotations
 
@@ -15,10 +15,16 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from kvstore_xfer.cli.output import open_console
+from kvstore_xfer.cli.output import open_console, warn
+from kvstore_xfer.errors import ConfigError
+from kvstore_xfer.fit.variety import monotony
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from kvstore_xfer.fit.text import TokenSequence
+    from kvstore_xfer.models.description import ModelDescription
 
 
 @contextmanager
@@ -53,6 +59,23 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
     finally:
         if bar.live.is_started:
             bar.stop()
+
+
+def judge_text(file: Path, sequences: Sequence[TokenSequence], vocabulary: int) -> None:
+    """Warns of a text that a fit would learn little from, whatever its held-out figures say."""
+    poor = monotony(sequences, vocabulary)
+    if poor:
+        warn(f"--text {file}: {poor}, so there is little to learn; give text like your traffic")
+
+
+def require_positions(tokens: int, *models: ModelDescription) -> None:
+    """Raises ConfigError for --sequence-tokens that a model was not made for."""
+    for model in models:
+        if model.max_positions and tokens > model.max_positions:
+            raise ConfigError(
+                f"--sequence-tokens {tokens}: {model.name} can use {model.max_positions}, as its "
+                f"config says; give {model.max_positions} at most"
+            )
 
 
 def positive_int(text: str) -> int:

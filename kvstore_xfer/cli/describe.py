@@ -45,14 +45,14 @@ def _json(description: ModelDescription) -> dict[str, Any]:
 
 
 def _print_table(description: ModelDescription) -> None:
-    from rich.markup import escape
     from rich.table import Table
 
     from kvstore_xfer.cli.output import open_console
 
     table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
     for label, value in _rows(description):
-        table.add_row(f"[bold]{label}[/bold]", escape(value))
+        table.add_row(label, value)
     open_console().print(table)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
+from rich.text import Text
 
 from kvstore_xfer.cli.output import open_console
 from kvstore_xfer.doctor.family import (
@@ -27,7 +27,11 @@ if TYPE_CHECKING:
     from kvstore_xfer.doctor.findings import Finding
 
 EXIT_PROBLEMS = 1
-_MARKS = {Level.OK: "[green]ok[/]     ", Level.NOTE: "note    ", Level.PROBLEM: "[red]PROBLEM[/] "}
+_MARKS = {
+    Level.OK: ("ok      ", "green"),
+    Level.NOTE: ("note    ", ""),
+    Level.PROBLEM: ("PROBLEM ", "red"),
+}
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -52,9 +56,10 @@ def run(options: argparse.Namespace) -> int:
     console = open_console()
     worst = 0
     for finding in examine(options.manifest, options.engine):
-        console.print(f"{_MARKS[finding.level]}{escape(finding.about)}: {escape(finding.text)}")
+        line = Text.assemble(_MARKS[finding.level], f"{finding.about}: {finding.text}")
+        console.print(line)
         if finding.remedy:
-            console.print(f"        remedy: {escape(finding.remedy)}", highlight=False)
+            console.print(f"        remedy: {finding.remedy}", highlight=False)
         if finding.level is Level.PROBLEM:
             worst = EXIT_PROBLEMS
     return worst

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 from kvstore_xfer.cli.common import (
     auto_or_int,
     auto_or_ridge,
+    judge_text,
     positive_int,
     progress,
+    require_positions,
 )
 from kvstore_xfer.cli.models import add_pair_options, load_pair
-from kvstore_xfer.cli.output import warn
 from kvstore_xfer.errors import ConfigError, TextError
-from kvstore_xfer.fit.accumulate import HELD_OUT_EVERY, FitOptions, require_pair
+from kvstore_xfer.fit.accumulate import HELD_OUT_EVERY, FitOptions, require_options
 from kvstore_xfer.fit.checkpoint import FOLDER, told
 from kvstore_xfer.fit.run import Side, asked, fit, run_key, run_key_of
 from kvstore_xfer.fit.text import cut_sequences
-from kvstore_xfer.fit.variety import monotony
 from kvstore_xfer.mapper.artifact import MANIFEST_FILE, PARTIAL, load
 from kvstore_xfer.mapper.maps import Method
 from kvstore_xfer.models.description import describe
@@ -93,12 +93,15 @@ def run(options: argparse.Namespace) -> int:
     _require_writable(options.out)
     # A folder is remembered by its full path: 'check' may run elsewhere.
     options.source, options.target = map(_located, (options.source, options.target))
-    require_pair(describe(options.source), describe(options.target))
+    described = describe(options.source), describe(options.target)
+    require_options(*described, chosen)
+    require_positions(options.sequence_tokens, *described)
     source, target = load_pair(options.source, options.target, options)
     sequences = cut_sequences(
         options.text, source.tokenize, tokens=options.sequence_tokens, count=options.sequences
     )
-    _judge(options.text, sequences, source.description.vocab_size)
+    _require_enough(options.text, sequences)
+    judge_text(options.text, sequences, source.description.vocab_size)
     if (options.out / MANIFEST_FILE).exists():
         artifact = load(options.out)
         wanted = run_key(source.description, target.description, sequences, chosen)
@@ -156,17 +159,14 @@ def _require_size(options: argparse.Namespace) -> None:
         raise ConfigError("--sequence-tokens 1: a fit leaves the first token out; give 2 or more")
 
 
-def _judge(text: Path, sequences: Sequence[TokenSequence], vocabulary: int) -> None:
-    """Warns of text to learn little from. Raises TextError where there is too little of it."""
+def _require_enough(text: Path, sequences: Sequence[TokenSequence]) -> None:
+    """Raises TextError for too little text."""
     if len(sequences) < HELD_OUT_EVERY:
         tokens = len(sequences[0].tokens)
         raise TextError(
             f"{text}: holds {len(sequences)} sequences of {tokens} tokens, a fit needs "
             f"{HELD_OUT_EVERY}; give more text or a smaller --sequence-tokens"
         )
-    poor = monotony(sequences, vocabulary)
-    if poor:
-        warn(f"--text {text}: {poor}, so there is little to learn; give text like your traffic")
 
 
 def _located(model: str) -> str:

@@ -12,9 +12,13 @@ _UNLIMITED = 100_000  # columns; tables are no wider than what is in them
 
 
 def open_console(*, stderr: bool = False) -> Console:
-    """Rich takes a pipe for a terminal of 80 columns, and would cut tables to that."""
+    """Rich takes a pipe for a terminal of 80 columns, and would cut tables to that.
+
+    And it takes brackets in names and texts for styles, and does not print them.
+    """
     terminal = (sys.stderr if stderr else sys.stdout).isatty()
-    return Console(stderr=stderr, width=None if terminal else _UNLIMITED)
+    width = None if terminal else _UNLIMITED
+    return Console(stderr=stderr, width=width, markup=False, emoji=False)
 
 
 def warn(message: str) -> None:

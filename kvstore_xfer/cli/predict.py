@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from kvstore_xfer.cli.common import positive_int, progress
+from kvstore_xfer.cli.common import judge_text, positive_int, progress, require_positions
 from kvstore_xfer.cli.models import add_pair_options, load_pair
 from kvstore_xfer.cli.output import open_console
 from kvstore_xfer.errors import ConfigError
@@ -60,9 +60,11 @@ def run(options: argparse.Namespace) -> int:
             option = name.replace("_", "-")
             raise ConfigError(f"--{option} {given}: a forecast needs {number}; give more")
     source, target = load_pair(options.source, options.target, options)
+    require_positions(options.sequence_tokens, source.description, target.description)
     sequences = cut_sequences(
         options.text, source.tokenize, tokens=options.sequence_tokens, count=options.sequences
     )
+    judge_text(options.text, sequences, source.description.vocab_size)
     started = time.perf_counter()
     with progress("trying methods") as update:
         forecast = predict(

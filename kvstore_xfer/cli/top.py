@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from kvstore_xfer.cli.common import positive_float
 from kvstore_xfer.cli.output import open_console
@@ -56,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
             try:
                 now = scrape(options.urls)
             except ConfigError as error:  # an engine that restarts comes back
-                live.update(Group(view(before, before), f"[red]{error}[/]"))
+                live.update(Group(view(before, before), Text(str(error), "red")))
                 continue
             live.update(view(before, now))
 
@@ -99,7 +100,7 @@ def _declined(before: Scrape, now: Scrape) -> Table:
         table.add_row(*labels, f"{tokens:,.0f}")
     errors = now.total("kvxfer_errors_total") - before.total("kvxfer_errors_total")
     if errors:
-        table.add_row("[red]errors since the last refresh[/]", "", "", "", f"{errors:,.0f}")
+        table.add_row(Text("errors since the last refresh", "red"), "", "", "", f"{errors:,.0f}")
     return table
 
 
@@ -138,7 +139,7 @@ def _stores(now: Scrape) -> Table:
         capacity = now.total("kvxfer_store_capacity_bytes", store=store)
         table.add_row(
             store,
-            "yes" if up else "[red]no[/]",
+            "yes" if up else Text("no", "red"),
             f"{now.total('kvxfer_store_blocks', store=store):,.0f}",
             f"{now.total('kvxfer_store_bytes', store=store) / (1 << 30):,.2f}",
             f"{capacity / (1 << 30):,.2f}" if capacity else "-",
@@ -157,9 +158,9 @@ def _pairs(now: Scrape) -> Table:
     by = ("source", "target", "direction")
     for labels, opened in sorted(now.values("kvxfer_gate_open", *by).items()):
         where = dict(zip(by, labels, strict=True))
-        state = "open" if opened else "[yellow]closed[/]"
+        state = Text("open") if opened else Text("closed", "yellow")
         if now.total("kvxfer_pair_switched_off", **where):
-            state = "[red]switched off: retention[/]"
+            state = Text("switched off: retention", "red")
         table.add_row(
             *labels,
             state,

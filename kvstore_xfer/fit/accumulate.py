@@ -209,6 +209,16 @@ def require_pair(source: ModelDescription, target: ModelDescription) -> None:
         )
 
 
+def require_options(
+    source: ModelDescription, target: ModelDescription, options: FitOptions
+) -> None:
+    """What can be asked before the models are loaded; raises what the accumulators would."""
+    require_pair(source, target)
+    require_layers(source, options.layers)
+    if options.method.residual:
+        require_same_geometry(source, target, options.method)
+
+
 def require_same_geometry(
     source: ModelDescription, target: ModelDescription, method: Method
 ) -> None:

@@ -221,6 +221,32 @@ def test_a_rank_that_no_map_can_have(fit, method):
     assert line.endswith(f"give 1 to {largest} or 'auto'")
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--layers", "7"], "--layers 7: "),
+        (["--method", "residual"], "--method residual: the models differ in layers or heads"),
+        (["--method", "low-rank-residual"], "--method low-rank-residual: the models differ"),
+        (["--sequence-tokens", "4097"], "small can use 4096, as its config says; give 4096 at"),
+    ],
+)
+def test_what_these_models_cannot_do_is_refused_before_they_are_loaded(
+    fit, tmp_path, monkeypatch, options, told
+):
+    def load(*_):
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr("kvstore_xfer.cli.fit.load_pair", load)
+    assert told in fit(FAMILY / "small", FAMILY / "large", TEXT, None, *options)
+
+
+def test_a_forecast_beyond_what_a_model_can_use(fails):
+    pair = ["--source", FAMILY / "small", "--target", FAMILY / "large", "--text", TEXT]
+    line = fails("predict", *pair, "--sequence-tokens", 4097)
+    assert "--sequence-tokens 4097: " in line
+    assert line.endswith("give 4096 at most")
+
+
 def test_a_folder_whose_parent_is_missing(fit, tmp_path):
     out = tmp_path / "mapers" / "small-large"
     assert f"--out {out}: there is no folder {tmp_path / 'mapers'}; make it" in fit(out=out)

@@ -22,7 +22,7 @@ from kvstore_xfer.store.testing import block_key
 
 FAMILY = Path(__file__).parents[1] / "data" / "family"
 CLI = Path(demo.__file__).parent
-LONG = "a-name-that-alone-is-wider-than-the-forty-columns-of-this-terminal"
+LONG = "[a]-name-that-alone-is-wider-than-the-forty-columns-of-this-terminal"
 CELL = {"mean": 0.5, "low": 0.25, "high": 0.75}
 TOLD = "0.5000 [0.2500, 0.7500]"
 
@@ -73,11 +73,12 @@ def test_a_manifest(printed, family_mapper, tmp_path):
 
 
 def test_a_store(printed, tmp_path):
-    key = block_key(1, LONG)
+    identity = LONG.replace("[a]", "a")
+    key = block_key(1, identity)
     with LocalStore(tmp_path, min_free_bytes=0) as store:
         store.write([WriteRequest(BlockHeader(key, 4096), [memoryview(bytes(4096))])])
     assert main(["store", "stat", f"local://{tmp_path}?min_free=0"]) == 0
-    row_of(printed(), LONG, "native", "1", "KiB")
+    row_of(printed(), identity, "native", "1", "KiB")
 
 
 def test_a_record_of_the_gate(printed, family_mapper):
@@ -141,3 +142,13 @@ def test_nothing_is_told_of_a_loop_that_never_began(capfd):
 def test_no_command_has_a_console_of_its_own():
     others = [file for file in CLI.glob("*.py") if file.name != "output.py"]
     assert [file.name for file in others if "Console(" in file.read_text()] == []
+
+
+def test_states_of_pairs_without_their_markup(printed):
+    pair = tuple(sorted({"source": LONG, "target": LONG, "direction": "up"}.items()))
+    shut = tuple(sorted({"source": "b", "target": LONG, "direction": "up"}.items()))
+    now = Scrape(0.0, {"kvxfer_gate_open": {pair: 1.0, shut: 0.0}})
+    open_console().print(top.view(now, now))
+    text = printed()
+    row_of(text, f"{LONG}  {LONG}  up         open")
+    row_of(text, f"  {LONG}  up         closed")
