@@ -301,22 +301,28 @@ def _fit_record(
 
 
 class _DeferredInterrupt:
-    """Turns the first Ctrl-C into an event, so that no moments are half updated.
+    """Turns the first Ctrl-C or SIGTERM into an event, so that no moments are half updated.
 
-    A second Ctrl-C acts at once. Outside the main thread signals are left alone.
+    A second one acts at once. Outside the main thread signals are left alone.
     """
+
+    _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __enter__(self) -> threading.Event:
         self._event = threading.Event()
         self._main = threading.current_thread() is threading.main_thread()
         if self._main:
-            self._previous = signal.signal(signal.SIGINT, self._note)
+            self._previous = {each: signal.signal(each, self._note) for each in self._SIGNALS}
         return self._event
 
     def _note(self, *_: object) -> None:
         self._event.set()
-        signal.signal(signal.SIGINT, self._previous)
+        self._restore()
 
     def __exit__(self, *exc: object) -> None:
         if self._main:
-            signal.signal(signal.SIGINT, self._previous)
+            self._restore()
+
+    def _restore(self) -> None:
+        for each, handler in self._previous.items():
+            signal.signal(each, handler)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 COMPONENTS = ("keys", "values")
 _PASSAGES = 16
 _PROBE_RIDGE = 1e-3
-_CONSTANT = 1e-6  # share of the target's variance below which a layer does not depend on its input
+_CONSTANT = 1e-6  # share of the target's variance below which a head does not depend on its input
 _COPY = 1e-3  # relative squared distance to a source layer below which a layer is a copy of it
 _MARGIN = 0.1  # in correlation: how much more another layer or head must be resembled
 
@@ -145,11 +145,11 @@ class _Sums:
         return (self._total[which * 2] - mean_part).clamp_min(0)
 
     def _constant(self, name: str) -> str:
-        share = self._variance("x").sum(1) / self._variance("y").sum(1)
-        layer = int(share.argmin())
-        if share[layer] > _CONSTANT:
+        share = self._variance("x") / self._variance("y")
+        layer, head = divmod(int(share.argmin()), share.shape[1])
+        if share[layer, head] > _CONSTANT:
             return ""
-        return f"structure.{name}: layer {layer} is mapped to the same for every token"
+        return f"structure.{name}: layer {layer} head {head} is mapped to the same for every token"
 
     def _copy(self, name: str) -> str:
         """A copied layer is right only where it explains the target, as between fine-tunes."""

@@ -42,15 +42,15 @@ def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.fixture(scope="module")
-def interrupted(tmp_path_factory):
-    """A folder in which a fit was interrupted by a real SIGINT, and the sequences it kept."""
+@pytest.fixture(scope="module", params=[signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "TERM"])
+def interrupted(request, tmp_path_factory):
+    """A folder in which a fit was interrupted by a real signal, and the sequences it kept."""
     folder = tmp_path_factory.mktemp("interrupted") / "out"
     command = [sys.executable, str(WORKER), str(folder), "0.03"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             if line.strip() == "5":
-                process.send_signal(signal.SIGINT)
+                process.send_signal(request.param)
                 break
         rest = process.stdout.read().splitlines()
     assert process.returncode == 130

@@ -36,6 +36,12 @@ def zero(_, layer):
     return replace(layer, weight=torch.zeros_like(layer.weight), bias=torch.zeros_like(layer.bias))
 
 
+def one_head_lost(index, layer):
+    weight = layer.weight.clone()
+    weight[1] *= index != 2
+    return replace(layer, weight=weight)
+
+
 def copy_of_the_source(mapper):
     """Every target layer takes the source layer at its relative place as it is."""
     width = mapper.target.key_dim
@@ -82,6 +88,11 @@ SPOILED = {
     ),
     "head weights shifted": (shifted_weights, "structure", "heads are exchanged"),
     "zero": (lambda m: each_layer(m, zero), "structure", "the same for every token"),
+    "one head lost": (
+        lambda m: each_layer(m, one_head_lost),
+        "structure",
+        "layer 2 head 1 is mapped to the same for every token",
+    ),
     "identity": (copy_of_the_source, "structure", "is a copy of the source's"),
     "noise": (lambda m: each_layer(m, noisy), "attention", "attention."),
     "a layer missing": (

@@ -1,5 +1,6 @@
 """What lies where it should not, flipped bits in the index, and what maintenance mends."""
 
+import errno
 import os
 import random
 import shutil
@@ -8,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import lmdb
 import pytest
 from test_local import BLOCK, files, fill_store, payload_file, present, run_python
 
@@ -71,7 +73,10 @@ def test_a_stray_in_the_folder_does_not_stop_the_store(tmp_path, where, what):
 @pytest.mark.parametrize("what", STRAYS)
 @pytest.mark.parametrize(
     "where",
-    ["format", "lock", "users", "blocks", "tmp", "index", "index/data.mdb", "index/lock.mdb"],
+    [
+        *("format", "lock", "users", "blocks", "tmp", "index", "index/data.mdb", "index/lock.mdb"),
+        *("index/digest", "index/digest.new", "index/unchecked"),
+    ],
 )
 def test_a_stray_in_place_of_a_part_of_the_store_is_one_line_or_mended(tmp_path, where, what):
     root = tmp_path / "store"
@@ -87,6 +92,39 @@ def test_a_stray_in_place_of_a_part_of_the_store_is_one_line_or_mended(tmp_path,
         message = str(error)
     assert "\n" not in message
     assert not message or str(root) in message
+
+
+def use(root):
+    """The error of a store that cannot be opened; one that can has its block."""
+    try:
+        with opened(root) as store:
+            put(store, block_key(2), b"x")
+            assert get(store, block_key(1)).payload == block_bytes(1, 4096)
+    except StoreError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        *("format", "format.new", "lock", "users", "index/data.mdb", "index/lock.mdb"),
+        *("index/digest", "index/digest.new", "index/unchecked"),
+    ],
+)
+@pytest.mark.parametrize("there", [True, False], ids=["a file", "nothing"])
+def test_nothing_is_written_through_a_link(tmp_path, where, there):
+    root, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+    with opened(root) as store:
+        fill_store(store, [1])
+    if there:
+        elsewhere.write_text("mine")
+    (root / where).unlink(missing_ok=True)
+    (root / where).symlink_to(elsewhere)
+    message = use(root) or use(root)
+    assert not message or (where in message and "\n" not in message)
+    assert elsewhere.exists() == there
+    assert not there or elsewhere.read_text() == "mine"
 
 
 FLIPPER = """
@@ -169,6 +207,18 @@ def test_a_damaged_row_is_an_error_and_the_index_is_rebuilt(tmp_path):
         store._folder._tick(sweep=False)
         assert present(store, range(3)) == [0, 1, 2]
         assert get(store, block_key(1)).payload == block_bytes(1, 4096)
+
+
+@pytest.mark.parametrize("error", [lmdb.DiskError("full"), OSError(errno.ENOSPC, "full")])
+def test_a_disk_too_full_to_evict_on_is_full(tmp_path, monkeypatch, error):
+    with opened(tmp_path, max_bytes=30_000) as store:
+        fill_store(store, range(3))
+
+        def evict(needed):
+            raise error
+
+        monkeypatch.setattr(store._folder, "evict", evict)
+        assert fill_store(store, range(10, 14))[-1] is WriteStatus.FULL
 
 
 # Eviction

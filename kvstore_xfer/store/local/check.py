@@ -14,6 +14,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+from kvstore_xfer.store.local.layout import write_anew
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -25,11 +27,11 @@ _CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.
 
 
 def set_mark(index: Path) -> None:
-    (index / _MARK).touch()
+    write_anew(index / _MARK, "")
 
 
 def is_marked(index: Path) -> bool:
-    return (index / _MARK).exists()
+    return os.path.lexists(index / _MARK)
 
 
 def environment() -> dict[str, str]:

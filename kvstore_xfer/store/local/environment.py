@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import struct
 import threading
 from contextlib import contextmanager
@@ -77,6 +78,7 @@ class Environment:
 
     def __init__(self, folder: Path, databases: int, map_bytes: int = INITIAL_MAP_BYTES) -> None:
         self._data = os.fspath(folder / "data.mdb")
+        _refuse_irregular(folder)
         self._env = _open(folder, databases, map_bytes)
         self.gate = Gate()
         self._inode: int | None = os.stat(self._data).st_ino
@@ -176,6 +178,14 @@ class Environment:
         needed = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
         if os.stat(self._data).st_size < needed:
             raise lmdb.CorruptedError("index: the file is shorter than its pages")
+
+
+def _refuse_irregular(folder: Path) -> None:
+    """LMDB would follow a link, and write over what it finds there."""
+    for name in ("data.mdb", "lock.mdb"):
+        path = folder / name
+        if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+            raise lmdb.CorruptedError(f"index: {name} is not a regular file")
 
 
 def _open(folder: Path, databases: int, map_bytes: int) -> lmdb.Environment:

@@ -29,6 +29,7 @@ import os
 import random
 import re
 import secrets
+import shutil
 import stat
 import time
 from contextlib import contextmanager, suppress
@@ -60,7 +61,10 @@ _REMEDIES = {
     errno.EDQUOT: "raise the quota or choose another disk",
     errno.ENOTDIR: "name a folder",
     errno.EEXIST: "name a folder",
+    errno.ELOOP: "remove it",
+    errno.EISDIR: "remove it",
 }
+_WHAT_IT_IS = {errno.ELOOP: "a symbolic link", errno.EISDIR: "a folder"}  # where a file belongs
 
 
 def payload_name(key: bytes, generation: int) -> str:
@@ -107,6 +111,28 @@ def open_regular(path: str | Path) -> tuple[int, int]:
         raise
 
 
+def open_own(path: str | Path) -> int:
+    """A descriptor for reading and writing of a file that is made if missing; never of a link's."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    return os.open(path, flags, 0o644)
+
+
+def write_anew(path: Path, text: str) -> None:
+    """Into a file of its own, whatever lay there. Raises OSError."""
+    remove_stray(path)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with open(os.open(path, flags, 0o644), "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def remove_stray(path: Path) -> None:
+    """Whatever lies there, with what is in it. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def new_generation() -> int:
     """Unique among all writers of a key, and later ones are larger."""
     return time.time_ns() & ~0xFFFF | random.getrandbits(16)
@@ -143,7 +169,12 @@ class Layout:
     def unusable(self, error: OSError) -> StoreError:
         if isinstance(error, StoreError):
             return error
-        remedy = _REMEDIES.get(error.errno or 0, "check the disk or choose another folder")
+        number = error.errno or 0
+        remedy = _REMEDIES.get(number, "check the disk or choose another folder")
+        if number in _WHAT_IT_IS and error.filename:
+            return StoreError(
+                f"store {self.root}: {error.filename} is {_WHAT_IT_IS[number]}; {remedy}"
+            )
         return StoreError(f"store {self.root}: {error.strerror or error}; {remedy}")
 
     def _check_format(self) -> None:
@@ -179,13 +210,13 @@ class Layout:
     def _write_format(self) -> None:
         self._refuse_foreign()
         fresh = self.root / "format.new"
-        fresh.write_text(FORMAT + "\n", encoding="utf-8")
+        write_anew(fresh, FORMAT + "\n")
         fresh.rename(self._format)
 
     @contextmanager
     def locked(self, *, exclusive: bool) -> Iterator[None]:
         """Hold the folder's lock; the kernel releases it when the process dies."""
-        descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = open_own(self._lock)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
             yield
@@ -197,8 +228,7 @@ class Layout:
     def users(self) -> int:
         """A descriptor of the file whose lock says who has the index open."""
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
-            return os.open(self.root / "users", flags, 0o644)
+            return open_own(self.root / "users")
         except OSError as error:
             raise self.unusable(error) from None
 

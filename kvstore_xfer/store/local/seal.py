@@ -21,12 +21,13 @@ import xxhash
 from kvstore_xfer.errors import BlockFormatError
 from kvstore_xfer.store.local import walk_index
 from kvstore_xfer.store.local.check import environment, is_marked, last_line, set_mark
-from kvstore_xfer.store.local.layout import open_regular
+from kvstore_xfer.store.local.layout import open_regular, remove_stray, write_anew
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 _NAME = "digest"
+_MOST_CHARACTERS = 100
 _STEP = 4 << 20
 _WALK_SECONDS = 120
 
@@ -52,7 +53,7 @@ def write(folder: Path) -> None:
     if is_marked(folder):
         return
     fresh = folder / f"{_NAME}.new"
-    fresh.write_text(_digest(folder))
+    write_anew(fresh, _digest(folder))
     fresh.rename(folder / _NAME)
 
 
@@ -61,16 +62,23 @@ def check(folder: Path, *, alone: bool) -> None:
     if not alone or not os.path.lexists(folder / "data.mdb"):
         return
     sealed = folder / _NAME
-    try:
-        expected = sealed.read_text()
-    except (FileNotFoundError, UnicodeDecodeError):
-        expected = ""  # not closed by its last user
+    expected = _written(sealed)
     if not expected:
         _walk_in_child(folder)
         set_mark(folder)
     elif expected != _digest(folder):
         raise lmdb.CorruptedError("index: the file is not what its last user left")
-    sealed.unlink(missing_ok=True)
+    remove_stray(sealed)
+
+
+def _written(sealed: Path) -> str:
+    """The digest; empty when nobody has closed the index, or something else lies there."""
+    try:
+        descriptor, _ = open_regular(sealed)
+        with open(descriptor, encoding="utf-8") as file:
+            return file.read(_MOST_CHARACTERS)
+    except (FileNotFoundError, BlockFormatError, UnicodeDecodeError):
+        return ""
 
 
 def _digest(folder: Path) -> str:

@@ -65,7 +65,12 @@ class Writer:
 
     def _write_group(self, group: list[Plan]) -> None:
         plans = group if self._overwrite else self._absent(group)
-        if self._make_room(sum(plan.size for plan in plans)):
+        try:
+            room = self._make_room(sum(plan.size for plan in plans))
+        except FAILURES as error:  # a full disk has none for the eviction's own commit
+            self._set(plans, _failure(error))
+            return
+        if room:
             self._write_and_publish(plans)
         elif len(plans) > 1:
             for plan in plans:
