@@ -74,8 +74,7 @@ class Accumulator:
         options: FitOptions,
         device: str = "cpu",
     ) -> None:
-        require_pair(source, target)
-        require_layers(source, options.layers)
+        require_options(source, target, options)
         self._source, self._target, self._options = source, target, options
         self._heads = assign_heads(source.kv_heads, target.kv_heads)
         groups = target.kv_heads if options.method is Method.HEAD_LOCAL else 1
@@ -212,7 +211,10 @@ def require_pair(source: ModelDescription, target: ModelDescription) -> None:
 def require_options(
     source: ModelDescription, target: ModelDescription, options: FitOptions
 ) -> None:
-    """What can be asked before the models are loaded; raises what the accumulators would."""
+    """What an accumulator asks first, and can be asked before the models are loaded.
+
+    Raises ModelError and ConfigError.
+    """
     require_pair(source, target)
     require_layers(source, options.layers)
     if options.method.residual:

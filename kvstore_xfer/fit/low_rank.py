@@ -25,11 +25,9 @@ import torch
 from kvstore_xfer.fit.accumulate import (
     FitOptions,
     later_pairs,
-    require_layers,
     require_memory,
-    require_pair,
+    require_options,
     require_rank,
-    require_same_geometry,
     require_split,
     split_of,
     weight_dtype,
@@ -42,6 +40,8 @@ from kvstore_xfer.mapper.convert_dense import token_rows
 from kvstore_xfer.mapper.maps import LayerMap, Mapper, assign_heads
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kvstore_xfer.blocks.page import KvPage
     from kvstore_xfer.models.description import ModelDescription
 
@@ -65,9 +65,7 @@ class LowRankAccumulator:
         options: FitOptions,
         device: str = "cpu",
     ) -> None:
-        require_pair(source, target)
-        if options.method.residual:
-            require_same_geometry(source, target, options.method)
+        require_options(source, target, options)
         self._source, self._target, self._options = source, target, options
         self._layers = _source_layers(source, options.layers)
         self._split_x = len(self._layers) * source.kv_heads * source.key_dim
@@ -99,15 +97,10 @@ class LowRankAccumulator:
         """Add one sequence; `gradients` are those of the target's stripped keys and its values."""
         models = ((self._source, source), (self._target, target))
         pairs = later_pairs(index, *models, self._first).values()
-        x, own, target_rows = (
-            torch.cat([token_rows(part.double()) for part in side], 1)[None]
-            for side in (
-                [part[self._layers] for part, _ in pairs],
-                [part for part, _ in pairs],
-                [part for _, part in pairs],
-            )
-        )
-        y = target_rows - own if self._options.method.residual else target_rows
+        x = _rows(part[self._layers] for part, _ in pairs)
+        y = target_rows = _rows(part for _, part in pairs)
+        if self._options.method.residual:
+            y = target_rows - _rows(part for part, _ in pairs)
         split = split_of(index)
         self.moments[split].update(x, y)
         if split == "held_out":
@@ -213,6 +206,11 @@ class LowRankAccumulator:
         )
 
 
+def _rows(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Keys and values side by side, float64 ``[1, N, columns]``."""
+    return torch.cat([token_rows(part.double()) for part in parts], 1)[None]
+
+
 @dataclass(frozen=True)
 class Factors:
     """W of rank r as stored: encoder ``[p, r]``, decoder ``[r, q]``, codes of variance one."""
@@ -223,7 +221,6 @@ class Factors:
 
 def _source_layers(source: ModelDescription, wanted: int | None) -> list[int]:
     """Evenly spaced layers from the first to the last: as many as asked for, or as is bounded."""
-    require_layers(source, wanted)
     width = source.kv_heads * (source.key_dim + source.value_dim)
     count = wanted or max(1, min(source.layers, MAX_INPUTS // width))
     return [round((n + 0.5) * source.layers / count - 0.5) for n in range(count)]

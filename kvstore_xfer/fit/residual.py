@@ -16,9 +16,8 @@ from kvstore_xfer.fit.accumulate import (
     FitOptions,
     later_pairs,
     require_memory,
-    require_pair,
+    require_options,
     require_rank,
-    require_same_geometry,
     require_split,
     split_of,
     weight_dtype,
@@ -51,8 +50,7 @@ class ResidualAccumulator:
         options: FitOptions,
         device: str = "cpu",
     ) -> None:
-        require_pair(source, target)
-        require_same_geometry(source, target, options.method)
+        require_options(source, target, options)
         self._source, self._target, self._options = source, target, options
         widths = [source.kv_heads * width for width in (source.key_dim, source.value_dim)]
         require_rank(options.rank, min(widths))

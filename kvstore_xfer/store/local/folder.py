@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from kvstore_xfer.store.local.index import Rows
 
 T = TypeVar("T")
-U = TypeVar("U")
 logger = logging.getLogger(__name__)
 
 FAILURES = (lmdb.Error, OSError, struct.error)
@@ -69,7 +68,7 @@ class Folder:
         except BaseException:
             os.close(self._users)
             raise
-        self._workers = Workers(f"store {root}")
+        self.workers = Workers(f"store {root}")
         self._stop = threading.Event()
         self._check: Check | None = None
         try:
@@ -110,12 +109,6 @@ class Folder:
                     if self._index.environment.current and not self._damaged:
                         return self._settle_and(work)
                 self._reopen_index()
-
-    def map(
-        self, work: Callable[[T], U], items: list[T], sizes: Sequence[int] | None = None
-    ) -> list[U]:
-        """`Workers.map`."""
-        return self._workers.map(work, items, sizes)
 
     def touch(self, keys: Iterable[str]) -> None:
         """Remember a use; it reaches the index with the next write transaction."""
@@ -192,7 +185,7 @@ class Folder:
     def close(self) -> None:
         self._stop.set()
         self._keeper.join()
-        self._workers.shutdown()
+        self.workers.shutdown()
         self._end_check()
         try:
             self.update(lambda rows: None)
@@ -315,7 +308,7 @@ class Folder:
         self._damaged = False
 
     def _adopt(self, names: list[str]) -> None:
-        found = self.map(self._inspect, names)
+        found = self.workers.map(self._inspect, names)
 
         def work(rows: Rows) -> list[str]:
             # Asked inside the transaction: who is not in progress now has come to its end before.
@@ -426,7 +419,7 @@ class Folder:
         )
 
     def _abort(self) -> None:
-        self._workers.shutdown()
+        self.workers.shutdown()
         self._index.close()
         os.close(self._users)
 

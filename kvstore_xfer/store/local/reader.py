@@ -45,7 +45,7 @@ def read_blocks(
             for request, entry in zip(requests[part], entries[part], strict=True)
         ]
         found = [read for read in reads if read is not None]
-        folder.map(_Read.fill, found, [read.entry.payload_bytes for read in found])
+        folder.workers.map(_Read.fill, found, [read.entry.payload_bytes for read in found])
         results += [_MISSING if read is None else _settle(folder, read) for read in reads]
     return results
 

@@ -103,7 +103,9 @@ class Writer:
 
     def _write_announced(self, planned: list[tuple[Plan, int]]) -> None:
         sizes = [plan.size for plan, _ in planned]
-        outcomes = self._folder.map(lambda item: _write_file(self._folder, *item), planned, sizes)
+        outcomes = self._folder.workers.map(
+            lambda item: _write_file(self._folder, *item), planned, sizes
+        )
         written: list[_Written] = []
         for (plan, _), outcome in zip(planned, outcomes, strict=True):
             if isinstance(outcome, WriteStatus):
