@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
+from kvstore_xfer.gate.decide import held_back_failure, record_failure
 from kvstore_xfer.gate.record import Thresholds
 from kvstore_xfer.tier.policy import READ_SECONDS, Direction, Policy
 from kvstore_xfer.yaml_file import Strict, load_yaml
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from kvstore_xfer.gate.record import GateRecord
 
 VLLM_CPU_PACK_TOKENS = 32  # vLLM's CPU attention packs smaller blocks otherwise
 
@@ -176,6 +179,15 @@ def thresholds_of(entry: GateEntry | None) -> Thresholds:
     """The gate's thresholds from their manifest entry."""
     fields = {} if entry is None else entry.model_dump(exclude_none=True)
     return Thresholds(**{k: v for k, v in fields.items() if k not in ("lengths", "max_tokens")})
+
+
+def unmet(family: Family, pair: PairEntry, record: GateRecord) -> str:
+    """What the manifest asks of a pair and an accepted record does not show; empty when nothing."""
+    failure = held_back_failure(record, pair.policy.hold_back_tokens)
+    gate = gate_of(family, pair)
+    if failure or gate is None:
+        return failure
+    return record_failure(record, thresholds_of(gate), gate.lengths or ())
 
 
 def load_family(path: str | Path) -> Family:

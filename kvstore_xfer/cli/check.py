@@ -6,11 +6,12 @@ import argparse
 import json
 import sys
 import tempfile
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvstore_xfer.cli.common import positive_int, progress
+from kvstore_xfer.cli.common import natural_int, positive_int, progress
 from kvstore_xfer.cli.models import add_model_options, load_pair
 from kvstore_xfer.cli.output import open_console
 from kvstore_xfer.cli.show_record import print_record
@@ -18,6 +19,7 @@ from kvstore_xfer.errors import ConfigError
 from kvstore_xfer.family import GateEntry, gate_of, load_family, thresholds_of
 from kvstore_xfer.gate.check import check
 from kvstore_xfer.gate.lengths import CALIBRATION, LENGTHS, Length, cut_lengths
+from kvstore_xfer.gate.relation import LEAST_TOKENS
 from kvstore_xfer.gate.tasks import read_tasks
 from kvstore_xfer.gate.watch import make_watch, save_watch
 from kvstore_xfer.mapper.artifact import load, record_gate
@@ -57,6 +59,13 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="tokens read after it (default: a quarter of the fitted length)",
     )
     parser.add_argument(
+        "--hold-back",
+        type=natural_int,
+        metavar="TOKENS",
+        help="newest tokens of every prefix that the target computes itself, as under the policy's "
+        "hold_back_tokens (default: those of the pair in --family, else 0)",
+    )
+    parser.add_argument(
         "--lengths",
         type=length_names,
         metavar="NAME,...",
@@ -85,9 +94,9 @@ def run(options: argparse.Namespace) -> int:
     folders = list(dict.fromkeys(options.mapper))
     artifacts = {folder: load(folder) for folder in folders}
     _require_one_pair(artifacts, options.report)
-    gates = {folder: _gate_entry(options.family, folder) for folder in folders}
-    for gate in gates.values():
-        _require_passages(options.passages, thresholds_of(gate).min_passages)
+    asked = {folder: _asked(options, folder) for folder in folders}
+    for each in asked.values():
+        _require_passages(options.passages, thresholds_of(each.gate).min_passages)
     mapper = artifacts[folders[0]].mapper
     models = load_pair(
         options.source or mapper.source.name, options.target or mapper.target.name, options
@@ -101,7 +110,7 @@ def run(options: argparse.Namespace) -> int:
             )
             measured = source, target
         records = {
-            folder: _check(options, folder, artifact, gates[folder], models, measured)
+            folder: _check(options, folder, artifact, asked[folder], models, measured)
             for folder, artifact in artifacts.items()
         }
     proposed = cheapest({f: (artifacts[f].mapper.parameters, records[f]) for f in folders})
@@ -118,6 +127,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 Models = tuple[LoadedModel, LoadedModel] | tuple[RememberedModel, RememberedModel]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What one mapper is held to, and how many of the newest tokens it will not serve."""
+
+    gate: GateEntry
+    hold_back: int
 
 
 def _require_one_pair(artifacts: dict[Path, Artifact], report: Path | None) -> None:
@@ -139,12 +156,12 @@ def _check(
     options: argparse.Namespace,
     folder: Path,
     artifact: Artifact,
-    gate: GateEntry,
+    asked: _Asked,
     models: tuple[LoadedModel, LoadedModel],
     measured: Models,
 ) -> GateRecord:
     """Check one mapper and keep what the tier needs of it. `measured` stand for `models`."""
-    lengths = _lengths(options, artifact, gate, models)
+    lengths = _lengths(options, artifact, asked, models)
     source, target = measured
     with progress("checking") as update:
         record = check(
@@ -155,13 +172,14 @@ def _check(
             lengths[0].prefix_tokens,
             lengths=lengths[1:],
             tasks=read_tasks(options.tasks, models[1].tokenize) if options.tasks else (),
-            thresholds=thresholds_of(gate),
+            thresholds=thresholds_of(asked.gate),
+            hold_back=asked.hold_back,
             progress=update,
         )
     if record.concerns_mapper:
         record_gate(folder, record.dtype, record.to_json())
     if record.accepted:
-        _keep_watch(folder, artifact, models, lengths[0])
+        _keep_watch(folder, artifact, models, lengths[0], asked.hold_back)
     if options.report:
         write_report(options.report, artifact, record)
     return record
@@ -170,24 +188,39 @@ def _check(
 def _lengths(
     options: argparse.Namespace,
     artifact: Artifact,
-    gate: GateEntry,
+    asked: _Asked,
     models: tuple[LoadedModel, LoadedModel],
 ) -> list[Length]:
     """The passages to measure, those of the calibration length first."""
+    gate = asked.gate
     fitted = int(artifact.fit["calibration"]["tokens_per_sequence"])
     tail = options.tail_tokens or max(2, fitted // 4)
+    prefix = options.prefix_tokens or max(1, fitted * 3 // 4)
     if tail < 2:
         raise ConfigError("--tail-tokens 1: one token leaves nothing to predict; give 2 or more")
     stated = [model.description.max_positions for model in models]
-    return cut_lengths(
+    lengths = cut_lengths(
         options.text,
         models[1].tokenize,
-        prefix=options.prefix_tokens or max(1, fitted * 3 // 4),
+        prefix=prefix,
         tail=tail,
         count=options.passages,
         longest=options.max_tokens or gate.max_tokens or min(filter(None, stated), default=0),
         wanted=(CALIBRATION, *(options.lengths or gate.lengths or LENGTHS)),
+        hold_back=asked.hold_back,
     )
+    _require_watchable(prefix, asked.hold_back)
+    return lengths
+
+
+def _require_watchable(prefix: int, hold_back: int) -> None:
+    """Raises ConfigError where too little is converted to relate it to what it costs."""
+    if prefix - hold_back < LEAST_TOKENS:
+        held = f" with --hold-back {hold_back} (or the policy's)" if hold_back else ""
+        raise ConfigError(
+            f"--prefix-tokens {prefix}{held}: leaves {max(0, prefix - hold_back)} tokens to "
+            f"convert, a watch in production is measured on {LEAST_TOKENS}; give more"
+        )
 
 
 def cheapest(checked: dict[Path, tuple[int, GateRecord]]) -> Path | None:
@@ -222,7 +255,11 @@ def _print_all(
 
 
 def _keep_watch(
-    folder: Path, artifact: Artifact, models: tuple[LoadedModel, LoadedModel], length: Length
+    folder: Path,
+    artifact: Artifact,
+    models: tuple[LoadedModel, LoadedModel],
+    length: Length,
+    hold_back: int,
 ) -> None:
     """What a running tier needs to relate what it sees to retention."""
     source, target = models
@@ -236,6 +273,7 @@ def _keep_watch(
             length.passages,
             length.prefix_tokens,
             update,
+            hold_back,
         )
     save_watch(folder, str(target.dtype).removeprefix("torch."), watch)
 
@@ -257,12 +295,14 @@ def _require_passages(asked: int, needed: int) -> None:
         raise ConfigError(f"--passages {asked}: the gate needs {needed}; give {needed} or more")
 
 
-def _gate_entry(manifest: Path | None, mapper: Path) -> GateEntry:
-    """The thresholds that a family manifest gives the pair with this mapper folder."""
+def _asked(options: argparse.Namespace, mapper: Path) -> _Asked:
+    """What the options, else the family manifest's pair with this mapper folder, ask."""
+    manifest, given = options.family, options.hold_back
     if manifest is None:
-        return GateEntry()
+        return _Asked(GateEntry(), given or 0)
     family = load_family(manifest)
     for pair in family.pairs:
         if (manifest.resolve().parent / pair.mapper).resolve() == mapper.resolve():
-            return gate_of(family, pair) or GateEntry()
+            held = pair.policy.hold_back_tokens if given is None else given
+            return _Asked(gate_of(family, pair) or GateEntry(), held)
     raise ConfigError(f"--family {manifest}: no pair has the mapper {mapper}; correct one of them")

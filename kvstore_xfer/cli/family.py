@@ -14,12 +14,10 @@ from kvstore_xfer.errors import ConfigError, KvxferError
 from kvstore_xfer.family import (
     Family,
     PairEntry,
-    gate_of,
     json_schema,
     load_family,
-    thresholds_of,
+    unmet,
 )
-from kvstore_xfer.gate.decide import record_failure
 from kvstore_xfer.gate.record import GateRecord, refusal
 from kvstore_xfer.mapper.artifact import load
 from kvstore_xfer.models.description import ModelDescription, describe
@@ -112,12 +110,9 @@ def _state(family: Family, entry: PairEntry, artifact: Artifact) -> str:
     if not entry.policy.enabled:
         return "off: disabled"
     states = []
-    gate = gate_of(family, entry)
     for dtype, stored in artifact.gate.items():
         record = GateRecord.from_json(stored)
         reason = refusal(record, artifact.mapper, artifact.mapper.target)
-        state = "serves" if reason is None else reason.value
-        if reason is None and gate is not None:
-            state = record_failure(record, thresholds_of(gate), gate.lengths or ()) or state
+        state = unmet(family, entry, record) or "serves" if reason is None else reason.value
         states.append(f"{dtype}: {state}")
     return ", ".join(states) or "off: not checked yet (kvxfer check)"

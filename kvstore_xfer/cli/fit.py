@@ -17,7 +17,7 @@ from kvstore_xfer.cli.common import (
     progress,
     require_positions,
 )
-from kvstore_xfer.cli.models import add_pair_options, load_pair
+from kvstore_xfer.cli.models import add_pair_options, load_pair, require_two_models
 from kvstore_xfer.errors import ConfigError, TextError
 from kvstore_xfer.fit.accumulate import HELD_OUT_EVERY, FitOptions, require_options
 from kvstore_xfer.fit.checkpoint import FOLDER, told
@@ -95,6 +95,7 @@ def run(options: argparse.Namespace) -> int:
     options.source, options.target = map(_located, (options.source, options.target))
     described = describe(options.source), describe(options.target)
     require_options(*described, chosen)
+    require_two_models(*described)
     require_positions(options.sequence_tokens, *described)
     source, target = load_pair(options.source, options.target, options)
     sequences = cut_sequences(

@@ -13,6 +13,7 @@ from kvxfer_transformers.model import load_model
 if TYPE_CHECKING:
     import argparse
 
+    from kvstore_xfer.models.description import ModelDescription
     from kvxfer_transformers.model import LoadedModel
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -33,6 +34,15 @@ def load_pair(
     device = torch_device(options.device)
     loaded = load_model(target, dtype=torch_dtype(options.dtype), device=device)
     return load_model(source, dtype=loaded.dtype, device=device), loaded
+
+
+def require_two_models(source: ModelDescription, target: ModelDescription) -> None:
+    """Raises ConfigError when both are the same: its blocks are served as they are."""
+    if source.fingerprint() == target.fingerprint():
+        raise ConfigError(
+            f"--target {target.name}: is the source itself, whose blocks need no mapper; give "
+            "another model"
+        )
 
 
 def torch_dtype(name: str) -> torch.dtype | str:

@@ -12,14 +12,11 @@ from kvstore_xfer.economics import Rates, Saving, SwitchTraffic, Traffic, saving
 from kvstore_xfer.errors import ConfigError, KvxferError
 from kvstore_xfer.family import (
     Family,
-    GateEntry,
     PairEntry,
-    gate_of,
     load_family,
     policy_of,
-    thresholds_of,
+    unmet,
 )
-from kvstore_xfer.gate.decide import record_failure
 from kvstore_xfer.gate.record import GateRecord, refusal
 from kvstore_xfer.mapper.artifact import load
 from kvstore_xfer.tier.policy import direction_of
@@ -87,8 +84,8 @@ def run(options: argparse.Namespace) -> int:
                 f"{options.traffic}: switches.{number}: no pair {switch.source} to {switch.target} "
                 f"under pairs in {options.manifest}; fit, check and add it first"
             )
-        artifact, gate = _artifact(options.manifest, *found), gate_of(family, found[1])
-        plans.append(_plan(artifact, found[1], gate, switch))
+        artifact = _artifact(options.manifest, *found)
+        plans.append(_plan(artifact, family, found[1], switch))
     if options.json:
         rows = [plan.to_json(traffic.gpu_hour_price) for plan in plans]
         sys.stdout.write(json.dumps({"family": family.family, "pairs": rows}, indent=2) + "\n")
@@ -104,9 +101,7 @@ def _artifact(manifest: Path, number: int, entry: PairEntry) -> Artifact:
         raise ConfigError(f"{manifest}: pairs.{number}.mapper: {error}") from None
 
 
-def _plan(
-    artifact: Artifact, entry: PairEntry, gate: GateEntry | None, traffic: SwitchTraffic
-) -> PairPlan:
+def _plan(artifact: Artifact, family: Family, entry: PairEntry, traffic: SwitchTraffic) -> PairPlan:
     mapper = artifact.mapper
     direction = direction_of(mapper.source, mapper.target).value
     plan = PairPlan(entry.source, entry.target, direction, False, "", None, None)
@@ -118,9 +113,9 @@ def _plan(
     refused = refusal(record, mapper, mapper.target)
     if refused is not None:
         return replace(plan, why=f"the gate refuses it: {record.reason or refused.value}")
-    failure = record_failure(record, thresholds_of(gate), gate.lengths or ()) if gate else ""
+    failure = unmet(family, entry, record)
     if failure:
-        return replace(plan, why=f"the manifest's gate refuses it: {failure}")
+        return replace(plan, why=f"the manifest refuses it: {failure}")
     policy = replace(policy_of(entry.policy), enabled=True)
     rates = Rates(
         prefill=traffic.prefill_tokens_per_second

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from kvstore_xfer.cli.common import judge_text, positive_int, progress, require_positions
-from kvstore_xfer.cli.models import add_pair_options, load_pair
+from kvstore_xfer.cli.models import add_pair_options, load_pair, require_two_models
 from kvstore_xfer.cli.output import open_console
 from kvstore_xfer.errors import ConfigError
 from kvstore_xfer.fit.text import cut_sequences
@@ -60,6 +60,7 @@ def run(options: argparse.Namespace) -> int:
             option = name.replace("_", "-")
             raise ConfigError(f"--{option} {given}: a forecast needs {number}; give more")
     source, target = load_pair(options.source, options.target, options)
+    require_two_models(source.description, target.description)
     require_positions(options.sequence_tokens, source.description, target.description)
     sequences = cut_sequences(
         options.text, source.tokenize, tokens=options.sequence_tokens, count=options.sequences

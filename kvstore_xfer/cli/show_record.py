@@ -25,6 +25,12 @@ def print_record(record: GateRecord, console: Console) -> None:
         f"tokens from the cache, {record.tail_tokens} read after them, {record.dtype}",
         highlight=False,
     )
+    if record.hold_back_tokens:
+        console.print(
+            f"of each prefix the newest {record.hold_back_tokens} tokens are computed by the "
+            f"target (hold_back_tokens)",
+            highlight=False,
+        )
     if record.attention:
         worst = record.attention["by_layer"][record.attention["worst_layer"]]
         console.print(

@@ -154,7 +154,7 @@ def _read_parquet(file: Path) -> Iterator[str]:
                 yield from (_text_of_row(file, row) for row in batch.column(0).to_pylist())
     except ArrowException as error:
         message = (str(error).splitlines() or ["damaged"])[0]
-        raise TextError(f"{file}: not a readable Parquet file ({message})") from None
+        raise TextError(f"{file}: not a readable Parquet file ({message}); write it anew") from None
 
 
 def _text_of_row(file: Path, row: object) -> str:

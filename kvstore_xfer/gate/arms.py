@@ -10,6 +10,10 @@ wrong    converted from the source's cache of another document's prefix
 none     no prefix at all
 source   the source model answers by itself, from its own cache
 ======== ==============================================================
+
+A tier may hold the newest tokens of a prompt back, for the target to compute itself
+(`tier.policy`). With `hold_back` of them the arms mapped and wrong are converted up to there, and
+mapped, wrong and none read the rest of the prefix before what is scored.
 """
 
 from __future__ import annotations
@@ -77,6 +81,7 @@ class ArmScores:
     documents: list[str] = field(default_factory=list)
     identity_max_abs_diff: float = 0.0
     prefix_tokens: int = 0
+    converted_tokens: int = 0
     prefill_seconds: float = 0.0
     conversion_seconds: float = 0.0
 
@@ -89,19 +94,23 @@ def run_arms(
     prefix: int,
     arms: Sequence[str] = ARMS,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    hold_back: int = 0,
 ) -> ArmScores:
     """Score `arms` on passages: `prefix` tokens from a cache, the rest read by the target.
 
-    The wrong document of a passage is the nearest later passage of another document.
+    The wrong document of a passage is the nearest later passage of another document. `hold_back` is
+    less than `prefix`.
     """
-    result = ArmScores({arm: [] for arm in arms}, prefix_tokens=prefix * len(passages))
+    count, cut = len(passages), prefix - hold_back
+    result = ArmScores({arm: [] for arm in arms}, [], 0.0, prefix * count, cut * count)
     with (
         tempfile.TemporaryDirectory() as folder,
         open_store(f"local://{folder}?min_free=0") as store,  # for one block at a time
     ):
         for number, passage in enumerate(passages):
             other = other_document(passages, number)
-            _run_passage(source, target, converter, (passage, other), prefix, store, result)
+            pair = (passage, other)
+            _run_passage(source, target, converter, pair, (prefix, cut), store, result)
             progress(number + 1, len(passages))
     return result
 
@@ -111,28 +120,35 @@ def _run_passage(
     target: Runner,
     converter: Converter,
     pair: tuple[TokenSequence, TokenSequence],
-    prefix: int,
+    ends: tuple[int, int],
     store: BlockStore,
     result: ArmScores,
 ) -> None:
-    passage, other = pair
+    """`ends` of the prefix, and of what is converted of it."""
+    (passage, other), (prefix, cut) = pair, ends
     head, tail = passage.tokens[:prefix], passage.tokens[prefix:]
     started = time.perf_counter()
     own = target.capture(head)
     result.prefill_seconds += time.perf_counter() - started
     source_cache = source.capture(head)
     started = time.perf_counter()
-    mapped = converted(converter, source_cache, target.description)
+    mapped = converted(converter, source_cache.cut(0, cut), target.description)
     result.conversion_seconds += time.perf_counter() - started
     native = target.read_after(own, tail)
+
+    def after(page: KvPage | None) -> torch.Tensor:
+        return target.read_after(page, passage.tokens[cut:])[prefix - cut :]
+
     read: dict[str, Callable[[], torch.Tensor]] = {
         "native": lambda: native,
         "identity": lambda: target.read_after(_through_store(own, store), tail),
-        "mapped": lambda: target.read_after(mapped, tail),
-        "wrong": lambda: target.read_after(
-            converted(converter, source.capture(other.tokens[:prefix]), target.description), tail
+        "mapped": lambda: after(mapped),
+        "wrong": lambda: after(
+            converted(
+                converter, source.capture(other.tokens[:prefix]).cut(0, cut), target.description
+            )
         ),
-        "none": lambda: target.read_after(None, tail),
+        "none": lambda: after(None),
         "source": lambda: source.read_after(source_cache, tail),
     }
     following = torch.tensor(tail[1:], device=native.device)

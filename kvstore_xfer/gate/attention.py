@@ -27,14 +27,19 @@ def attention_cosines(
     passages: Sequence[TokenSequence],
     prefix: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    hold_back: int = 0,
 ) -> list[list[float]]:
-    """Per passage and layer, mean over the tokens after the prefix; 0 where it is not a number."""
-    rows = []
+    """Per passage and layer, mean over the tokens after the prefix; 0 where it is not a number.
+
+    `hold_back` as in `gate.arms`.
+    """
+    rows, cut = [], prefix - hold_back
     for number, passage in enumerate(passages):
         head, tail = passage.tokens[:prefix], passage.tokens[prefix:]
         own = target.capture(head)
-        mapped = converted(converter, source.capture(head), target.description)
-        native, other = (target.attention_after(page, tail).double() for page in (own, mapped))
+        mapped = converted(converter, source.capture(head).cut(0, cut), target.description)
+        native = target.attention_after(own, tail).double()
+        other = target.attention_after(mapped, passage.tokens[cut:])[:, hold_back:].double()
         cosines = torch.nn.functional.cosine_similarity(native, other, dim=-1)
         rows.append(cosines.mean(1).nan_to_num(0.0).tolist())
         progress(number + 1, len(passages))

@@ -64,19 +64,22 @@ def check(
     lengths: Sequence[Length] = (),
     tasks: Sequence[TaskItem] = (),
     thresholds: Thresholds | None = None,
+    hold_back: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> GateRecord:
     """Measure a mapper on held-out passages and decide.
 
     `passages` are of the calibration length, with `prefix` tokens from a cache; `lengths` are
     others to measure, `tasks` questions to answer. Documents that the fit has seen are left out
-    everywhere. Raises ModelError when the two models run in different dtypes, TextError when the
-    text decides nothing: too little of it, or longer than the models can read.
+    everywhere. The newest `hold_back` tokens of every prefix are computed by the target, as by a
+    tier whose policy says so; every prefix is longer. Raises ModelError when the two models run in
+    different dtypes, TextError when the text decides nothing: too little of it, or longer than the
+    models can read.
     """
     if source.dtype != target.dtype:
         raise ModelError("source and target must be checked in one dtype; give --dtype")
     limits = thresholds or Thresholds()
-    run = _Check(artifact, source, target, limits, progress)
+    run = _Check(artifact, source, target, limits, hold_back, progress)
     wrong = wrong_models(artifact.mapper, source, target)
     if wrong:
         return run.record("models", wrong)
@@ -84,7 +87,7 @@ def check(
     for length in (first, *lengths):
         _require_room(artifact, length)
     unseen, leak = _unseen(artifact, [first, *lengths], limits)
-    items = _unseen_items(artifact, tasks, limits)
+    items = _usable_items(artifact, tasks, limits, hold_back)
     if leak:
         return run.record("held_out", leak)
     return run.stages(unseen, items)
@@ -110,6 +113,7 @@ class _Check:
     source: Runner
     target: Runner
     limits: Thresholds
+    hold_back: int
     progress: Callable[[int, int], None]
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -130,7 +134,7 @@ class _Check:
         """What follows once models and text are the right ones; the first length is the
         calibration's."""
         first = lengths[0]
-        self.facts |= _size(first)
+        self.facts |= self._size(first)
         token = first.passages[0].tokens[1]
         wrong = wrong_definition(self.artifact, self.source, self.target, self.limits, token)
         if wrong:
@@ -172,6 +176,7 @@ class _Check:
             length.passages,
             length.prefix_tokens,
             self.progress,
+            self.hold_back,
         )
         documents = [passage.document for passage in length.passages]
         self.facts["attention"] = attention_figures(documents, cosines)
@@ -189,7 +194,7 @@ class _Check:
             reason = _not_numbers(scores)
             if reason:
                 return reason
-            figures = {**_size(length), **arm_figures(scores)}
+            figures = {**self._size(length), **arm_figures(scores)}
             if not first:
                 first = figures
                 self._keep_calibration(scores, figures)
@@ -203,19 +208,30 @@ class _Check:
             self.facts["longest_prefix_tokens"] = longest
         return ""
 
+    def _size(self, length: Length) -> dict[str, Any]:
+        return {
+            "text_digest": sequences_digest(length.passages),
+            "passages": len(length.passages),
+            "documents": len({passage.document for passage in length.passages}),
+            "prefix_tokens": length.prefix_tokens,
+            "hold_back_tokens": self.hold_back,
+            "tail_tokens": len(length.passages[0].tokens) - length.prefix_tokens,
+        }
+
     def _keep_calibration(self, scores: ArmScores, figures: dict[str, Any]) -> None:
         self.facts |= figures
         self.facts |= {
             "longest_prefix_tokens": 0,
             "identity_max_abs_diff": scores.identity_max_abs_diff,
             "prefill_tokens_per_second": scores.prefix_tokens / scores.prefill_seconds,
-            "conversion_tokens_per_second": scores.prefix_tokens / scores.conversion_seconds,
+            "conversion_tokens_per_second": scores.converted_tokens / scores.conversion_seconds,
         }
 
     def _tasks(self, items: Sequence[TaskItem], converter: Converter) -> str:
         if not items:
             return ""
-        scores = run_tasks(self.source, self.target, converter, items, self.progress)
+        models = (self.source, self.target)
+        scores = run_tasks(*models, converter, items, self.progress, self.hold_back)
         self.facts["tasks"] = task_figures(scores)
         return tasks_failure(self.facts["tasks"], self.limits)
 
@@ -226,23 +242,21 @@ class _Check:
         converter: Converter,
         arms: Sequence[str],
     ) -> ArmScores:
-        prefix = length.prefix_tokens
-        return run_arms(self.source, self.target, converter, passages, prefix, arms, self.progress)
+        return run_arms(
+            self.source,
+            self.target,
+            converter,
+            passages,
+            length.prefix_tokens,
+            arms,
+            self.progress,
+            self.hold_back,
+        )
 
 
 def _not_numbers(scores: ArmScores) -> str:
     broken = first_broken_arm(scores)
     return f"logits: the {broken} arm gave values that are not numbers" if broken else ""
-
-
-def _size(length: Length) -> dict[str, Any]:
-    return {
-        "text_digest": sequences_digest(length.passages),
-        "passages": len(length.passages),
-        "documents": len({passage.document for passage in length.passages}),
-        "prefix_tokens": length.prefix_tokens,
-        "tail_tokens": len(length.passages[0].tokens) - length.prefix_tokens,
-    }
 
 
 def _require_room(artifact: Artifact, length: Length) -> None:
@@ -310,15 +324,19 @@ def _too_little(name: str, passages: Sequence[TokenSequence], limits: Thresholds
     )
 
 
-def _unseen_items(
-    artifact: Artifact, items: Sequence[TaskItem], limits: Thresholds
+def _usable_items(
+    artifact: Artifact, items: Sequence[TaskItem], limits: Thresholds, hold_back: int
 ) -> list[TaskItem]:
+    """Without what the fit has seen, and without contexts of which nothing would be converted."""
     fitted = FittedText(artifact)
     left = [item for item in items if not fitted.has(item.document, item.context)]
+    left = [item for item in left if len(item.context) > hold_back]
     documents = len({item.document for item in left})
     if items and (len(left) < limits.min_task_items or documents < _documents_needed(limits)):
+        longer = f" and that are longer than the {hold_back} held back" if hold_back else ""
         raise TextError(
-            f"--tasks: {len(left)} questions about {documents} contexts that the fit has not seen, "
-            f"needed are {limits.min_task_items} about {_documents_needed(limits)}; add to the file"
+            f"--tasks: {len(left)} questions about {documents} contexts that the fit has not seen"
+            f"{longer}, needed are {limits.min_task_items} about {_documents_needed(limits)}; add "
+            "to the file"
         )
     return left

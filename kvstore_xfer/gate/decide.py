@@ -31,6 +31,17 @@ def record_failure(record: GateRecord, limits: Thresholds, lengths: Sequence[str
     return reason or (tasks_failure(record.tasks, limits) if record.tasks else "")
 
 
+def held_back_failure(record: GateRecord, hold_back: int) -> str:
+    """A record against the `hold_back_tokens` of the policy that the mapper is to serve under."""
+    measured = record.hold_back_tokens
+    if measured <= hold_back:
+        return ""
+    return (
+        f"hold_back_tokens: the check left the newest {measured} tokens to the target, the policy "
+        f"leaves {hold_back}; set hold_back_tokens: {measured} under policy, or check again"
+    )
+
+
 def identity_failure(difference: float, limits: Thresholds) -> str:
     if difference <= limits.max_identity_difference:
         return ""
@@ -98,14 +109,28 @@ def _growth_failure(
     """Only where a length is longer than the calibration's."""
     if figures["prefix_tokens"] <= calibration["prefix_tokens"]:
         return ""
-    kl, base = (cell["arms"]["mapped"]["kl"]["mean"] for cell in (figures, calibration))
-    growth = kl / max(base, 1e-12)
+    growth = growth_of(figures, calibration)
+    what = "KL over that of no context" if figures.get("hold_back_tokens") else "KL"
     if not growth <= limits.max_growth:
         return (
-            f"{where}growth: KL is {growth:.2f} times that at the calibration length, allowed is "
-            f"{limits.max_growth}"
+            f"{where}growth: {what} is {growth:.2f} times that at the calibration length, allowed "
+            f"is {limits.max_growth}"
         )
     return ""
+
+
+def growth_of(figures: dict[str, Any], calibration: dict[str, Any]) -> float:
+    """KL at one length over that at the calibration length.
+
+    Tokens that are held back tell less and less of a longer prefix, with any map and with none: KL
+    then counts as a share of that of no context.
+    """
+    arms = ("mapped", "none") if figures.get("hold_back_tokens") else ("mapped",)
+    mapped, *none = (
+        figures["arms"][arm]["kl"]["mean"] / max(calibration["arms"][arm]["kl"]["mean"], 1e-12)
+        for arm in arms
+    )
+    return float(mapped / max(none[0], 1e-12) if none else mapped)
 
 
 def tasks_failure(figures: dict[str, Any], limits: Thresholds) -> str:

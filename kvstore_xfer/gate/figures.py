@@ -56,6 +56,9 @@ def arm_figures(scores: ArmScores) -> dict[str, Any]:
             for arm in CONTROLS
         },
         "perplexity_ratio": interval(*losses, statistic=lambda n, m: float(np.exp(m - n))),
+        "behind_both": interval(
+            *losses, ("source", "loss"), statistic=lambda n, m, s: m - max(n, s)
+        ),
         "retention": interval(*losses, statistic=retention),
         "gap_recovered": interval(*losses, ("source", "loss"), statistic=gap_recovered)
         if gap["low"] > 0

@@ -51,12 +51,14 @@ def cut_lengths(
     count: int,
     longest: int,
     wanted: Sequence[str] = LENGTHS,
+    hold_back: int = 0,
 ) -> list[Length]:
     """Up to `count` passages for each wanted length; `prefix` + `tail` is the calibration length.
 
-    `longest` is the context both models can use, 0 for no limit. Raises TextError when the file
-    holds no document that is long enough for a length the models can do, and ConfigError when the
-    calibration length itself is more than that.
+    `longest` is the context both models can use, 0 for no limit. Of prefixes that are not longer
+    than `hold_back`, less than `prefix`, there is nothing to measure. Raises TextError when the
+    file holds no document that is long enough for a length the models can do, and ConfigError when
+    the calibration length itself is more than that.
     """
     if longest and prefix + tail > longest:
         raise ConfigError(
@@ -64,11 +66,12 @@ def cut_lengths(
             "that the models can use (--max-tokens, the manifest's gate section or their configs); "
             "give fewer"
         )
+    prefixes = {name: _prefix(name, prefix, tail) for name in LENGTHS if name in wanted}
     return [
         _cut(path, tokenize, name, tokens, tail, count, longest)
-        for name in LENGTHS
-        if name in wanted
-        for tokens in (_prefix(name, prefix, tail),)
+        if tokens > hold_back
+        else Length(name, tokens, skipped=f"of {tokens} tokens all would be held back")
+        for name, tokens in prefixes.items()
     ]
 
 

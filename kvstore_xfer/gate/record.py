@@ -80,7 +80,8 @@ class GateRecord:
 
     `stage` is the one that failed. `arms`, `kl_share` and what follows are at the calibration
     length; `lengths` holds the same for every other length, or why it was left out. A stage that
-    was not reached has left its fields empty.
+    was not reached has left its fields empty. A record holds for a tier that holds back
+    `hold_back_tokens` of a prompt or more.
     """
 
     verdict: str
@@ -99,12 +100,14 @@ class GateRecord:
     prefix_tokens: int = 0
     tail_tokens: int = 0
     longest_prefix_tokens: int = 0
+    hold_back_tokens: int = 0
     structure: dict[str, Any] = field(default_factory=dict)
     identity_max_abs_diff: float = 0.0
     attention: dict[str, Any] = field(default_factory=dict)
     arms: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     kl_share: dict[str, dict[str, float]] = field(default_factory=dict)
     perplexity_ratio: dict[str, float] = field(default_factory=dict)
+    behind_both: dict[str, float] = field(default_factory=dict)
     retention: dict[str, float] = field(default_factory=dict)
     gap_recovered: dict[str, float] | None = None
     lengths: dict[str, dict[str, Any]] = field(default_factory=dict)

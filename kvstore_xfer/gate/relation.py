@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 WINDOW_TOKENS = 64
 SINK_TOKENS = 4  # attention to a sequence's first tokens says nothing about the others
+LEAST_TOKENS = SINK_TOKENS + WINDOW_TOKENS // 2  # of a prefix from its start
 PROBES = 16
 PASSAGES = 16
 # How far the mapped cache is moved towards that of a wrong document, to see what worse ones cost.
@@ -189,14 +190,19 @@ def fit_relation(
     prefix: int,
     probes: torch.Tensor,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    hold_back: int = 0,
 ) -> Relation:
-    """Fit the relation on `PASSAGES` held-out passages, `prefix` tokens from a cache."""
-    chosen = passages[:PASSAGES]
+    """Fit the relation on `PASSAGES` held-out passages, `prefix` tokens from a cache.
+
+    With `hold_back` the loss is what is lost by blocks that are converted up to there only, as in
+    `gate.arms`.
+    """
+    chosen, cut = passages[:PASSAGES], prefix - hold_back
     rows = np.empty((len(chosen), len(BLENDS), 2))
-    cache = _mapped(source, target, converter, chosen[-1].tokens[:prefix])
+    cache = _mapped(source, target, converter, chosen[-1].tokens[:cut])
     for number, passage in enumerate(chosen):
         wrong = cache
-        cache = _mapped(source, target, converter, passage.tokens[:prefix])
+        cache = _mapped(source, target, converter, passage.tokens[:cut])
         rows[number] = _passage_rows(target, passage, prefix, cache, wrong, probes)
         progress(number + 1, len(chosen))
     return _relation(rows)
@@ -210,13 +216,14 @@ def _passage_rows(
     wrong: KvPage,
     probes: torch.Tensor,
 ) -> list[tuple[float, float]]:
-    """x and loss increase of every blend."""
+    """x and loss increase of every blend; `prefix` tokens or fewer are in `cache` and `wrong`."""
+    cut = cache.keys.shape[1]
     tail, own = passage.tokens[prefix:], target.capture(passage.tokens[:prefix])
     device, rope = own.keys.device, target.description.rope
     native = target.read_after(own, tail)
     following = torch.tensor(tail[1:], device=native.device)
     own_loss = score_passage(native, native, following).loss
-    host = KvPage(own.keys.cpu(), own.values.cpu())
+    host = KvPage(own.keys.cpu(), own.values.cpu()).cut(0, cut)
     rows = []
     for blend in BLENDS:
         page = KvPage(
@@ -224,8 +231,9 @@ def _passage_rows(
         )
         seen = None if rope is None else compare(host, page, probes.float(), rope, 0)
         if seen is None:
-            raise ValueError(f"a prefix of {prefix} tokens is too short for a relation")
-        logits = target.read_after(KvPage(page.keys.to(device), page.values.to(device)), tail)
+            raise ValueError(f"a prefix of {cut} tokens is too short for a relation")
+        moved = KvPage(page.keys.to(device), page.values.to(device))
+        logits = target.read_after(moved, passage.tokens[cut:])[prefix - cut :]
         rows.append((seen.x, score_passage(logits, native, following).loss - own_loss))
     return rows
 

@@ -8,7 +8,7 @@ from 0. The context comes from a cache, question and answer are read natively.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,22 +109,34 @@ def run_tasks(
     converter: Converter,
     items: Sequence[TaskItem],
     progress: Callable[[int, int], None] = lambda done, total: None,
+    hold_back: int = 0,
 ) -> TaskScores:
-    """Answer all items in all arms; the wrong document is the next item's of another context."""
+    """Answer all items in all arms; the wrong document is the next item's of another context.
+
+    `hold_back` as in `gate.arms`; every context is longer.
+    """
     right: dict[str, list[float]] = {arm: [] for arm in TASK_ARMS}
     for number, item in enumerate(items):
         other = _other_context(items, number)
         own, given = target.capture(item.context), source.capture(item.context)
-        wrong = converted(converter, source.capture(other.context), target.description)
-        arms: dict[str, tuple[Runner, KvPage | None]] = {
-            "native": (target, own),
-            "mapped": (target, converted(converter, given, target.description)),
-            "wrong": (target, wrong),
-            "none": (target, None),
-            "source": (source, given),
+        cut = len(item.context) - hold_back
+        mapped, wrong = (
+            converted(converter, page.cut(0, end), target.description)
+            for page, end in (
+                (given, cut),
+                (source.capture(other.context), len(other.context) - hold_back),
+            )
+        )
+        held = replace(item, question=(*item.context[cut:], *item.question))
+        arms: dict[str, tuple[Runner, KvPage | None, TaskItem]] = {
+            "native": (target, own, item),
+            "mapped": (target, mapped, held),
+            "wrong": (target, wrong, held),
+            "none": (target, None, held),
+            "source": (source, given, item),
         }
-        for arm, (runner, page) in arms.items():
-            right[arm].append(float(_answers(runner, page, item)))
+        for arm, (runner, page, asked) in arms.items():
+            right[arm].append(float(_answers(runner, page, asked)))
         progress(number + 1, len(items))
     return TaskScores([item.document for item in items], [item.chance for item in items], right)
 

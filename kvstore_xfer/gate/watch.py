@@ -54,10 +54,16 @@ def make_watch(
     passages: Sequence[TokenSequence],
     prefix: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    hold_back: int = 0,
 ) -> WatchRecord:
-    """Measure the relation on held-out passages of which `prefix` tokens come from a cache."""
+    """Measure the relation on held-out passages of which `prefix` tokens come from a cache.
+
+    `hold_back` as in `gate.arms`.
+    """
     probes = make_probes(target, queries, passages, prefix)
-    relation = fit_relation(source, target, converter, passages, prefix, probes, progress)
+    relation = fit_relation(
+        source, target, converter, passages, prefix, probes, progress, hold_back
+    )
     return WatchRecord(mapper_digest, relation, probes)
 
 

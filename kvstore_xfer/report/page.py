@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore_xfer.errors import ConfigError
 from kvstore_xfer.gate.arms import ARM_NAMES
+from kvstore_xfer.gate.decide import growth_of
 from kvstore_xfer.gate.lengths import CALIBRATION
 
 if TYPE_CHECKING:
@@ -121,6 +122,11 @@ def _criteria(record: GateRecord) -> list[Criterion]:
         low(f"{name}: top-1 agreement", figures["arms"]["mapped"]["top1"]["low"], "min_top1")
         ratio = figures["perplexity_ratio"]["high"]
         high(f"{name}: perplexity ratio", ratio, "max_perplexity_ratio")
+        behind = figures["behind_both"]["mean"]
+        high(f"{name}: nats a token behind both models (mean)", behind, "max_behind_both")
+        if figures["prefix_tokens"] > record.prefix_tokens:
+            growth = growth_of(figures, record.to_json())
+            high(f"{name}: growth of KL (means)", growth, "max_growth")
     kept = record.tasks.get("floor_normalised") if record.tasks else None
     if kept is not None:
         low("questions: floor-normalised retention", kept["low"], "min_task_retention")

@@ -21,14 +21,11 @@ from kvstore_xfer.errors import ArtifactError, ConfigError, ModelError, StoreErr
 from kvstore_xfer.exporter import serve
 from kvstore_xfer.family import (
     Family,
-    GateEntry,
     PairEntry,
-    gate_of,
     load_family,
     policy_of,
-    thresholds_of,
+    unmet,
 )
-from kvstore_xfer.gate.decide import record_failure
 from kvstore_xfer.gate.watch import load_watch
 from kvstore_xfer.mapper.artifact import Artifact, load
 from kvstore_xfer.mapper.convert_select import make_converter
@@ -195,7 +192,7 @@ def _pairs(
             continue
         try:
             pair = _pair(entry, folder, engine, make_converter)
-            pair = _held_to(gate_of(family, entry), entry, pair)
+            pair = _held_to(family, entry, pair)
         except ArtifactError as error:
             about = (entry.source, member, Reason.MAPPER.value)
             _log.error("kvxfer: pair %s -> %s is off (%s): %s", *about, error)
@@ -219,7 +216,7 @@ def off_line(entry: PairEntry, folder: Path, kv_dtype: str, reason: Reason) -> s
     remedy = {
         Reason.GATE_MISSING: "never checked: run 'kvxfer check'",
         Reason.GATE_DTYPE: f"not checked in {kv_dtype}: run 'kvxfer check --dtype {kv_dtype}'",
-        Reason.GATE_REJECTED: "the check, or the manifest's gate, rejected it: fit it on more text",
+        Reason.GATE_REJECTED: "the check, or the manifest, rejected it: fit it on more text",
         Reason.GATE_OUTDATED: "accepted by an older check, which asked for less: check it again",
         Reason.FINGERPRINT: "fitted or checked for other model files: fit it again",
         Reason.DISABLED: "the manifest's policy says enabled: false",
@@ -255,15 +252,15 @@ def _unread(family: Family, entry: PairEntry, folder: Path, engine: Engine) -> P
     return replace(pair, refusal=Reason.MAPPER)
 
 
-def _held_to(gate: GateEntry | None, entry: PairEntry, pair: Pair) -> Pair:
-    """The pair, refused when its record does not reach the manifest's own thresholds."""
-    if gate is None or pair.refusal is not None or pair.gate is None:
+def _held_to(family: Family, entry: PairEntry, pair: Pair) -> Pair:
+    """The pair, refused when its record does not show what the manifest asks."""
+    if pair.refusal is not None or pair.gate is None:
         return pair
-    failure = record_failure(pair.gate, thresholds_of(gate), gate.lengths or ())
+    failure = unmet(family, entry, pair.gate)
     if not failure:
         return pair
     _log.warning(
-        "pair %s -> %s: the manifest's gate: %s; run 'kvxfer check' with --family",
+        "pair %s -> %s: the manifest: %s; run 'kvxfer check' with --family",
         entry.source,
         entry.target,
         failure,

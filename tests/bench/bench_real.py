@@ -13,6 +13,7 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
@@ -43,8 +44,8 @@ WEIGHTED = f"head-local, attention weights, k = {HEAD_LOCAL_LAYERS}"
 FULL_HEAD = "full-head, k = 2"  # three heads each: as many parameters
 WEIGHTED_FULL = "full-head, attention weights, k = 2"
 WIDE = "full-head, k = 6"
-LOW_RANK = "low-rank, k = 8"
-LARGE = "low-rank, all layers"
+LOW_RANK = "low-rank"
+LARGE = "low-rank, four times the rank"
 JOINT = "low-rank-residual, all layers"
 RESIDUAL = "residual"
 METHODS = (
@@ -76,14 +77,14 @@ LENGTHS = (CALIBRATION, SHORT, "fourfold")
 def options(name: str, source: RememberedModel, target: RememberedModel) -> FitOptions:
     """Low-rank with as many parameters as head-local; `LARGE` with four times as many."""
     if name in (LOW_RANK, LARGE, JOINT):
-        layers = 8 if name == LOW_RANK else source.description.layers
+        layers = source.description.layers
         width = source.description.kv_heads * 2 * source.description.key_dim
         outputs = target.description.layers * target.description.kv_heads * 2
         budget = outputs * target.description.key_dim**2 * HEAD_LOCAL_LAYERS
         rank = budget // (layers * width + outputs * target.description.key_dim)
         method = Method.LOW_RANK_RESIDUAL if name == JOINT else Method.LOW_RANK
-        ridge = None if name == LOW_RANK else 1e-3  # each try solves for 11,520 numbers anew
-        return FitOptions(method, layers, ridge, 4 * rank if name == LARGE else rank)
+        # Each ridge that is tried solves for 11,520 numbers anew.
+        return FitOptions(method, layers, 1e-3, 4 * rank if name == LARGE else rank)
     return {
         HEAD_LOCAL: FitOptions(Method.HEAD_LOCAL, HEAD_LOCAL_LAYERS),
         WEIGHTED: FitOptions(Method.HEAD_LOCAL, HEAD_LOCAL_LAYERS, weighted=True),
@@ -104,15 +105,18 @@ class Texts:
     tasks: list
 
 
-def measure(name: str, source: RememberedModel, target: RememberedModel, text: Texts) -> GateRecord:
+def measure(
+    name: str, source: RememberedModel, target: RememberedModel, text: Texts, holds: list[int]
+) -> Iterator[tuple[str, GateRecord]]:
+    """One fit, and a check of it for each number of tokens that are held back."""
     with tempfile.TemporaryDirectory() as folder:
         chosen = options(name, source, target)
         fitted = fit(source.side, target.side, text.sequences, Path(folder), chosen)
     first, *more = text.checked
-    passages = first.passages
-    return check(
-        fitted, source, target, passages, PREFIX, lengths=more, tasks=text.tasks, thresholds=MEASURE
-    )
+    about = {"lengths": more, "tasks": text.tasks, "thresholds": MEASURE}
+    for hold in holds:
+        title = f"{name}; {hold} held back" if hold else name
+        yield title, check(fitted, source, target, first.passages, PREFIX, hold_back=hold, **about)
 
 
 def interval(cell: dict | None, digits: int = 3) -> str:
@@ -128,8 +132,10 @@ def text_row(name: str, arm: str, record: GateRecord) -> str:
     kl = [interval(arms[length][arm]["kl"], 4) if length in arms else "" for length in LENGTHS]
     first, short = arms[CALIBRATION], arms[SHORT]
     loss = {which: short[which]["loss"]["mean"] for which in (arm, "native", "source")}
-    behind = loss[arm] - max(loss["native"], loss["source"])
+    behind = f"{loss[arm] - max(loss['native'], loss['source']):+.3f}"
     mapped = arm == "mapped"
+    if mapped:
+        behind += " [{low:+.3f}, {high:+.3f}]".format(**here[SHORT]["behind_both"])
     cells = [
         f"{record.mapper_parameters:,}" if mapped else "",
         kl[0],
@@ -137,7 +143,7 @@ def text_row(name: str, arm: str, record: GateRecord) -> str:
         interval(record.retention) if mapped else "",
         interval(record.gap_recovered) if mapped else "",
         kl[1],
-        f"{behind:+.3f}",
+        behind,
         kl[2],
         (record_failure(record, Thresholds(), ()) or "accepted") if mapped else "",
     ]
@@ -155,7 +161,9 @@ def task_row(name: str, arm: str, record: GateRecord) -> str:
 CONTROLS = {"none": "no context", "source": "source alone", "wrong": "wrong document, head-local"}
 
 
-def table(names: tuple[str, str], models: dict, chosen: list[str], text: Texts) -> None:
+def table(
+    names: tuple[str, str], models: dict, chosen: list[str], text: Texts, holds: list[int]
+) -> None:
     source, target = (models[name] for name in names)
     print(f"\n{names[0]} -> {names[1]}\n")
     print(
@@ -164,13 +172,14 @@ def table(names: tuple[str, str], models: dict, chosen: list[str], text: Texts) 
     )
     print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
     answers = []
-    for number, name in enumerate(chosen):
-        started = time.perf_counter()
-        record = measure(name, source, target, text)
+    started = time.perf_counter()
+    for name, record in (
+        row for method in chosen for row in measure(method, source, target, text, holds)
+    ):
         if not record.arms:
             print(f"| {name} | {record.reason} |", flush=True)
             continue
-        if not number:
+        if not answers:
             for arm, title in CONTROLS.items():
                 print(text_row(title, arm, record))
             answers = [task_row("target's own", "native", record)]
@@ -178,6 +187,7 @@ def table(names: tuple[str, str], models: dict, chosen: list[str], text: Texts) 
         print(text_row(name, "mapped", record), flush=True)
         answers.append(task_row(name, "mapped", record))
         print(f"{name}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+        started = time.perf_counter()
     print("\n| questions | right | retention | floor-normalised | gap recovered |")
     print("|---|---|---|---|---|", *answers, sep="\n", flush=True)
     for model in (source, target):
@@ -210,6 +220,9 @@ def main() -> None:
     parser.add_argument("--notes", type=int, default=48, help="and notes (notes.py)")
     parser.add_argument("--passages", type=int, default=16)
     parser.add_argument("--questions", type=int, default=60)
+    parser.add_argument(
+        "--hold-back", type=int, nargs="+", default=[0], help="newest tokens, native"
+    )
     parser.add_argument("--kept", type=Path, help="where to keep what the models said")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
@@ -225,7 +238,7 @@ def main() -> None:
         text = texts(models["base"].tokenize, work, *sizes)
         for pair in PAIRS:
             if chosen.source in (None, pair[0]) and chosen.target in (None, pair[1]):
-                table(pair, models, chosen.only or methods_of(pair), text)
+                table(pair, models, chosen.only or methods_of(pair), text, chosen.hold_back)
 
 
 def methods_of(pair: tuple[str, str]) -> list[str]:

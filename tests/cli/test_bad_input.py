@@ -52,6 +52,15 @@ def test_two_models_with_different_tokenizers(fit, model):
     assert "tokenizers differ" in fit(source=model)
 
 
+def test_one_model_as_source_and_target(fit, fails, model):
+    """Also as a copy in another folder, in which it would be easy to miss."""
+    line = fit(target=model)
+    assert "--target" in line
+    assert "is the source itself" in line
+    pair = ("--source", FAMILY / "small", "--target", model, "--text", TEXT)
+    assert "is the source itself" in fails("predict", *pair, "--sequence-tokens", 64)
+
+
 def test_a_model_whose_cache_does_not_convert(fit, model):
     file = model / "config.json"
     config = json.loads(file.read_text())
@@ -109,7 +118,7 @@ def test_passages_that_no_document_holds(fails, family_mapper, tmp_path):
     line = fails("check", family_mapper.folder, "--dtype", "float32", "--text", text)
     assert line.endswith("give longer documents or smaller --prefix-tokens and --tail-tokens")
     text.write_text(json.loads(TEXT.read_text().splitlines()[0])["text"])
-    sizes = ["--prefix-tokens", 24, "--tail-tokens", 8, "--lengths", "calibration"]
+    sizes = ["--prefix-tokens", 40, "--tail-tokens", 8, "--lengths", "calibration"]
     line = fails("check", family_mapper.folder, "--dtype", "float32", "--text", text, *sizes)
     assert "give text of more documents (a .txt is one), or smaller --prefix-tokens" in line
 
@@ -211,10 +220,13 @@ def test_options_of_another_method_are_refused_before_anything_is_read(
 
 
 @pytest.mark.parametrize("method", ["low-rank", "residual"])
-def test_a_rank_that_no_map_can_have(fit, method):
+def test_a_rank_that_no_map_can_have(fit, model, method):
     """4 heads of width 32, keys and values; the smaller model has 6 layers."""
     largest = {"low-rank": 6 * 2 * 4 * 32, "residual": 4 * 32}[method]
-    target = FAMILY / ("small" if method == "residual" else "large")
+    weights = model / "model.safetensors"
+    *data, last = weights.read_bytes()
+    weights.write_bytes(bytes([*data, last ^ 1]))  # another model of the same geometry
+    target = model if method == "residual" else FAMILY / "large"
     options = ["--method", method, "--rank", str(largest + 1), "--sequence-tokens", "32"]
     line = fit(FAMILY / "small", target, TEXT, None, *options)
     assert f"--rank {largest + 1}: " in line

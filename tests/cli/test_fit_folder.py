@@ -41,7 +41,7 @@ def test_a_finished_fit_is_gone_on_with_by_leaving_it(mapper, capfd):
         (["--layers", "2"], "--layers"),
         (["--ridge", "1e-3"], "--ridge"),
         (["--sequences", "24"], "--text, --sequences or --sequence-tokens"),
-        (["--target", FAMILY / "small"], "--target"),
+        (["--source", FAMILY / "large", "--target", FAMILY / "small"], "--source"),
     ],
 )
 def test_another_fit_does_not_go_on_in_it(mapper, fails, more, field):

@@ -77,7 +77,7 @@ def test_pairs_not_to_enable(plan, family_mapper, tmp_path):
 def test_the_manifests_own_gate_is_asked_too(plan):
     row = plan(gate={"max_kl_share": 0.001})
     assert (row["enable"], row["saving"]) == (False, None)
-    assert row["why"].startswith("the manifest's gate refuses it: kl_share.wrong: ")
+    assert row["why"].startswith("the manifest refuses it: kl_share.wrong: ")
 
 
 def test_a_rejected_mapper_says_the_gates_reason(plan, family_mapper, tmp_path):

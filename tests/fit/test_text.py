@@ -70,7 +70,7 @@ BAD = {
     "f.jsonl": ('{"text": "\\ud800"}', r'f\.jsonl:1: field "text"'),
     "g.jsonl": ("[" * 100_000, r'g\.jsonl:1: field "text"'),
     "h.jsonl": (b'{"text": "\xe9"}', r"h\.jsonl: not UTF-8"),
-    "i.parquet": ("no parquet", r"i\.parquet: not a readable Parquet file \("),
+    "i.parquet": ("no parquet", r"i\.parquet: not a readable Parquet file \(.*; write it anew"),
     "j.parquet": ("", r"j\.parquet: not a readable Parquet file \("),
 }
 

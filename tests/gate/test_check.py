@@ -20,6 +20,8 @@ SINCE_PROTOCOL_2 = {  # a record of protocol 1 did not name its protocol, nor ho
     "structure",
     "attention",
     "perplexity_ratio",
+    "behind_both",
+    "hold_back_tokens",
     "lengths",
     "tasks",
     "mapper_parameters",

@@ -56,7 +56,9 @@ def record(family_mapper):
         "arms": {arm: row for arm, row in record.arms.items() if arm != "identity"},
         "kl_share": record.kl_share,
         "perplexity_ratio": record.perplexity_ratio,
+        "behind_both": {"mean": 0.0123, "low": 0.0, "high": 0.02},
     }
+    double = {**short, "prefix_tokens": 448}
     tasks = {
         "items": 40,
         "chance": 0.25,
@@ -65,8 +67,9 @@ def record(family_mapper):
         "floor_normalised": {"mean": 0.9, "low": 0.7, "high": 1.0},
         "gap_recovered": None,
     }
-    lengths = {"short": short, "double": {"skipped": "512 tokens are more than the models' 256"}}
-    return replace(record, lengths=lengths, tasks=tasks)
+    skipped = {"skipped": "512 tokens are more than the models' 256"}
+    lengths = {"short": short, "double": double, "fourfold": skipped}
+    return replace(record, lengths=lengths, tasks=tasks, hold_back_tokens=16)
 
 
 def test_the_page_says_everything_and_loads_nothing(family_mapper, record):
@@ -79,7 +82,10 @@ def test_the_page_says_everything_and_loads_nothing(family_mapper, record):
     assert text.index("ACCEPTED") < text.index("What was asked") < text.index("Cost")
     kl = record.arms["mapped"]["kl"]
     assert f"{kl['mean']:.4f} [{kl['low']:.4f}, {kl['high']:.4f}]" in text
-    assert "double: not measured: 512 tokens are more than the models' 256" in text
+    assert "fourfold: not measured: 512 tokens are more than the models' 256" in text
+    assert "short: nats a token behind both models (mean) 0.0123 at most 0.05 ✓ met" in text
+    assert "double: growth of KL (means) 1.0000 at most 1.5 ✓ met" in text
+    assert "The newest 16 tokens of every prefix are computed by the target, too" in text
     assert "questions: floor-normalised retention 0.7000 at least 0.8 ✗ missed" in text
     assert f"{family_mapper.artifact.mapper.parameters:,}" in text
     assert record.mapper_digest in text

@@ -1,6 +1,7 @@
 """Opening a tier from a manifest: the real pair, and every way it can be wrong."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from kvstore_xfer.blocks.page import KvPage
 from kvstore_xfer.errors import ConfigError, StoreError
 from kvstore_xfer.family import load_family
-from kvstore_xfer.mapper.artifact import MANIFEST_FILE, WEIGHTS_FILE
+from kvstore_xfer.mapper.artifact import MANIFEST_FILE, WEIGHTS_FILE, record_gate
 from kvstore_xfer.outcome import Outcome, Reason
 from kvstore_xfer.store.base import WriteStatus
 from kvstore_xfer.tier.open import announce, off_line, open_tier
@@ -85,6 +86,21 @@ def test_the_manifests_own_thresholds_are_held(manifest, engine, caplog, gate, c
     try:
         assert tier.pairs[0].refusal is (Reason.GATE_REJECTED if complaint else None)
         assert complaint in caplog.text
+    finally:
+        tier.close()
+
+
+@pytest.mark.parametrize(("policy", "serves"), [("{}", False), ("{hold_back_tokens: 32}", True)])
+def test_a_check_that_held_back_more_than_the_policy_does_not_hold(
+    family_mapper, manifest, engine, tmp_path, caplog, policy, serves
+):
+    file = manifest(f", policy: {policy}")
+    record = replace(family_mapper.record, hold_back_tokens=32)
+    record_gate(tmp_path / "mapper", "float32", record.to_json())
+    tier = open_tier(file, "large", engine)
+    try:
+        assert tier.pairs[0].refusal is (None if serves else Reason.GATE_REJECTED)
+        assert ("set hold_back_tokens: 32 under policy" in caplog.text) is not serves
     finally:
         tier.close()
 
