@@ -55,10 +55,10 @@ def cut_lengths(
 ) -> list[Length]:
     """Up to `count` passages for each wanted length; `prefix` + `tail` is the calibration length.
 
-    `longest` is the context both models can use, 0 for no limit. Of prefixes that are not longer
-    than `hold_back`, less than `prefix`, there is nothing to measure. Raises TextError when the
-    file holds no document that is long enough for a length the models can do, and ConfigError when
-    the calibration length itself is more than that.
+    `longest` is the context both models can use, 0 for no limit. Of a short prefix, too, there is
+    something to convert before the `hold_back` newest tokens. Raises TextError when the file holds
+    no document that is long enough for a length the models can do, and ConfigError when the
+    calibration length itself is more than that.
     """
     if longest and prefix + tail > longest:
         raise ConfigError(
@@ -66,12 +66,14 @@ def cut_lengths(
             "that the models can use (--max-tokens, the manifest's gate section or their configs); "
             "give fewer"
         )
-    prefixes = {name: _prefix(name, prefix, tail) for name in LENGTHS if name in wanted}
+    prefixes = {name: times * (prefix + tail) - tail for name, times in _MULTIPLES.items()}
+    prefixes[SHORT] = SHORT_PREFIX + hold_back
     return [
-        _cut(path, tokenize, name, tokens, tail, count, longest)
-        if tokens > hold_back
-        else Length(name, tokens, skipped=f"of {tokens} tokens all would be held back")
-        for name, tokens in prefixes.items()
+        _cut(path, tokenize, name, prefixes[name], tail, count, longest)
+        if name != SHORT or prefixes[SHORT] < prefix
+        else Length(name, prefix, skipped=f"the calibration length's {prefix} are short")
+        for name in LENGTHS
+        if name in wanted
     ]
 
 
@@ -98,18 +100,10 @@ def cannot_use(source: Runner, target: Runner, length: Length) -> str:
     return ""
 
 
-def _prefix(name: str, prefix: int, tail: int) -> int:
-    if name == SHORT:
-        return min(SHORT_PREFIX, prefix - 1)  # as short as the calibration's: nothing new
-    return _MULTIPLES[name] * (prefix + tail) - tail
-
-
 def _cut(
     path: Path, tokenize: Tokenize, name: str, prefix: int, tail: int, count: int, longest: int
 ) -> Length:
     total = prefix + tail
-    if name == SHORT and prefix < SHORT_PREFIX:
-        return Length(name, prefix, skipped=f"the calibration length's {prefix + 1} are short")
     if longest and total > longest:
         return Length(name, prefix, skipped=f"{total} tokens are more than the models' {longest}")
     try:

@@ -91,10 +91,10 @@ def test_a_question_is_read_behind_the_held_back_end_of_its_context(family_mappe
     }
 
 
-def test_the_record_says_so_and_lengths_with_nothing_to_convert_are_left_out(family_mapper):
+def test_the_record_says_so_and_a_short_prefix_is_longer_by_what_is_held_back(family_mapper):
     f = family_mapper
     cut = partial(cut_lengths, f.heldout, f.target.tokenize, prefix=PREFIX, tail=64, longest=256)
-    lengths = cut(count=16, hold_back=64)
+    lengths = cut(count=16, hold_back=32)
     record = check(
         f.artifact,
         f.source,
@@ -102,11 +102,14 @@ def test_the_record_says_so_and_lengths_with_nothing_to_convert_are_left_out(fam
         lengths[0].passages,
         PREFIX,
         lengths=lengths[1:],
-        hold_back=64,
+        hold_back=32,
     )
     assert record.verdict == "accepted", record.reason
-    assert record.hold_back_tokens == 64
-    assert record.lengths["short"] == {"skipped": "of 48 tokens all would be held back"}
+    assert record.hold_back_tokens == 32
+    assert record.lengths["short"]["prefix_tokens"] == 48 + 32
+    assert record.lengths["short"]["hold_back_tokens"] == 32
+    short = next(length for length in cut(count=16, hold_back=144) if length.name == "short")
+    assert short.skipped == "the calibration length's 192 are short"
     arms, before = record.arms, f.record.arms
     assert arms["mapped"]["kl"]["mean"] < before["mapped"]["kl"]["mean"] / 2
     assert arms["none"]["kl"]["mean"] < before["none"]["kl"]["mean"] / 2
