@@ -17,7 +17,9 @@ from kvstore_xfer.blocks.key import NATIVE, RECORD, UNPLACED, BlockKey
 from kvstore_xfer.doctor.family import difference
 from kvstore_xfer.doctor.findings import note, ok, problem
 from kvstore_xfer.errors import BlockFormatError, StoreError
+from kvstore_xfer.family import unmet
 from kvstore_xfer.gate.record import GateRecord, refusal
+from kvstore_xfer.outcome import Reason
 from kvstore_xfer.store.base import ReadRequest
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from kvstore_xfer.blocks.identity import Identity
     from kvstore_xfer.doctor.family import Patient
     from kvstore_xfer.doctor.findings import Finding
+    from kvstore_xfer.family import Family, PairEntry
     from kvstore_xfer.mapper.artifact import Artifact
     from kvstore_xfer.models.description import ModelDescription
     from kvstore_xfer.store.base import BlockStore
@@ -89,8 +92,9 @@ def check_matching(patient: Patient) -> Iterator[Finding]:
         return
     for name, model in patient.models.items():
         yield from _same_files(name, model, contents)
-    for (source, target), artifact in patient.artifacts.items():
-        yield from _pair(source, target, artifact, contents)
+    for names, artifact in patient.artifacts.items():
+        entry = next(e for e in patient.family.pairs if (e.source, e.target) == names)
+        yield from _pair(patient.family, entry, artifact, contents)
 
 
 def _same_files(name: str, model: ModelDescription, contents: Contents) -> Iterator[Finding]:
@@ -103,7 +107,10 @@ def _same_files(name: str, model: ModelDescription, contents: Contents) -> Itera
         yield problem(f"model {name}", "identity", text, remedy)
 
 
-def _pair(source: str, target: str, artifact: Artifact, contents: Contents) -> Iterator[Finding]:
+def _pair(
+    family: Family, entry: PairEntry, artifact: Artifact, contents: Contents
+) -> Iterator[Finding]:
+    source, target = entry.source, entry.target
     about = f"pair {source} -> {target}"
     sides = (artifact.mapper.source, artifact.mapper.target)
     ran = [contents.of(side.fingerprint()) for side in sides]
@@ -124,7 +131,7 @@ def _pair(source: str, target: str, artifact: Artifact, contents: Contents) -> I
         return
     yield from _private(source, first, about)
     yield from _private(target, second, about)
-    yield from _gate(artifact, second.kv_dtype, about, contents)
+    yield from _gate(family, entry, artifact, second.kv_dtype, contents)
     yield from _blocks(first, second, about, contents)
 
 
@@ -141,7 +148,10 @@ def _private(name: str, identity: Identity, about: str) -> Iterator[Finding]:
         yield problem(about, "variant", text, remedy)
 
 
-def _gate(artifact: Artifact, dtype: str, about: str, contents: Contents) -> Iterator[Finding]:
+def _gate(
+    family: Family, entry: PairEntry, artifact: Artifact, dtype: str, contents: Contents
+) -> Iterator[Finding]:
+    about = f"pair {entry.source} -> {entry.target}"
     stored = artifact.gate.get(dtype)
     if stored is None:
         text = f"checked in {', '.join(artifact.gate)}, the engines run in {dtype}"
@@ -154,7 +164,11 @@ def _gate(artifact: Artifact, dtype: str, about: str, contents: Contents) -> Ite
         yield problem(about, "gate_record", text, "kvxfer check again")
         return
     reason = refusal(record, artifact.mapper, artifact.mapper.target)
-    if reason is not None:
+    failure = unmet(family, entry, record) if reason is None else ""
+    if failure:
+        text, remedy = f"the manifest refuses it: {failure}", "kvxfer check ... --family"
+        yield problem(about, Reason.GATE_REJECTED.value, text, remedy)
+    elif reason is not None:
         text = f"the gate refuses it ({reason.value}{': ' if record.reason else ''}{record.reason})"
         yield problem(about, reason.value, text, "kvxfer check again, or fit a better mapper")
     elif artifact.mapper.digest in contents.off:

@@ -201,6 +201,12 @@ def rejected_mapper(setup):
     setup.run_engines()
 
 
+def checked_with_more_held_back(setup):
+    record = replace(setup.pair.record, hold_back_tokens=64)
+    record_gate(setup.mapper, "float32", record.to_json())
+    setup.run_engines()
+
+
 def engines_in_another_dtype(setup):
     for fields in setup.engines.values():
         fields["kv_dtype"] = "bfloat16"
@@ -284,6 +290,7 @@ BROKEN = {
     other_tokenizer: "tokenizer",
     unchecked_mapper: "gate_missing",
     rejected_mapper: "gate_rejected",
+    checked_with_more_held_back: "gate_rejected",
     engines_in_another_dtype: "gate_dtype",
     engines_of_two_dtypes: "kv_dtype",
     other_page_size: "page_size",
