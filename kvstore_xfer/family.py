@@ -84,7 +84,9 @@ class GateEntry(Strict):
     min_task_items: int | None = Field(default=None, ge=2)
     min_task_retention: float | None = Field(default=None, ge=0, le=1)
     lengths: list[Literal["calibration", "short", "double", "fourfold"]] | None = Field(
-        default=None, description="Lengths that must have been measured (default: all)."
+        default=None,
+        description="Lengths that must have been measured, or found to be beyond the models "
+        "(default: all).",
     )
     max_tokens: int | None = Field(
         default=None, ge=2, description="Longest context both models can use."

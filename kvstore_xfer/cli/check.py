@@ -219,7 +219,8 @@ def _require_watchable(prefix: int, hold_back: int) -> None:
         held = f" with --hold-back {hold_back} (or the policy's)" if hold_back else ""
         raise ConfigError(
             f"--prefix-tokens {prefix}{held}: leaves {max(0, prefix - hold_back)} tokens to "
-            f"convert, a watch in production is measured on {LEAST_TOKENS}; give more"
+            f"convert, a watch in production is measured on {LEAST_TOKENS}; give more "
+            "--prefix-tokens, or hold back fewer"
         )
 
 

@@ -50,6 +50,7 @@ class PairPlan:
             "direction": self.direction,
             "enable": self.enable,
             "why": self.why,
+            "dtype": record.dtype if record else None,
             "retention": record.retention if record else None,
             "kl_share": record.kl_share if record else None,
             "saving": asdict(saved) if saved else None,
@@ -175,5 +176,6 @@ def _figures(plan: PairPlan, price: float | None) -> list[tuple[str, str]]:
     if plan.record is not None and plan.record.retention:
         kept = plan.record.retention
         interval = f"{kept['low']:.3f} to {kept['high']:.3f}"
-        figures.append(("retention (gate)", f"{kept['mean']:.3f} ({interval})"))
+        dtype = plan.record.dtype
+        figures.append(("retention (gate)", f"{kept['mean']:.3f} ({interval}), {dtype}"))
     return figures

@@ -216,7 +216,7 @@ def off_line(entry: PairEntry, folder: Path, kv_dtype: str, reason: Reason) -> s
     remedy = {
         Reason.GATE_MISSING: "never checked: run 'kvxfer check'",
         Reason.GATE_DTYPE: f"not checked in {kv_dtype}: run 'kvxfer check --dtype {kv_dtype}'",
-        Reason.GATE_REJECTED: "the check, or the manifest, rejected it: fit it on more text",
+        Reason.GATE_REJECTED: "the check, or the manifest, rejected it: 'kvxfer doctor' says why",
         Reason.GATE_OUTDATED: "accepted by an older check, which asked for less: check it again",
         Reason.FINGERPRINT: "fitted or checked for other model files: fit it again",
         Reason.DISABLED: "the manifest's policy says enabled: false",

@@ -181,7 +181,7 @@ def test_the_command_takes_what_the_policy_of_the_pair_holds_back(family_mapper,
     assert main([*base, "--hold-back", "160"]) == 2
     assert (
         "--prefix-tokens 192 with --hold-back 160 (or the policy's): leaves 32 tokens to convert, "
-        "a watch in production is measured on 36; give more"
+        "a watch in production is measured on 36; give more --prefix-tokens, or hold back fewer"
     ) in capsys.readouterr().err
     assert main([*base]) == 0
     assert "the newest 32 tokens are computed by the target" in capsys.readouterr().out
