@@ -78,7 +78,10 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--tasks", type=Path, metavar="FILE", help=".jsonl of questions to answer")
     parser.add_argument(
-        "--family", type=Path, metavar="FILE", help="family manifest with thresholds for this pair"
+        "--family",
+        type=Path,
+        metavar="FILE",
+        help="family manifest with thresholds and policy of this pair",
     )
     parser.add_argument(
         "--report", type=Path, metavar="FILE", help="also write a page, .html (extra: report)"
