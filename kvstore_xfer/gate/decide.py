@@ -125,12 +125,14 @@ def growth_of(figures: dict[str, Any], calibration: dict[str, Any]) -> float:
     Tokens that are held back tell less and less of a longer prefix, with any map and with none: KL
     then counts as a share of that of no context.
     """
-    arms = ("mapped", "none") if figures.get("hold_back_tokens") else ("mapped",)
-    mapped, *none = (
-        figures["arms"][arm]["kl"]["mean"] / max(calibration["arms"][arm]["kl"]["mean"], 1e-12)
-        for arm in arms
-    )
-    return float(mapped / max(none[0], 1e-12) if none else mapped)
+
+    def growth(arm: str) -> float:
+        kl, base = (cell["arms"][arm]["kl"]["mean"] for cell in (figures, calibration))
+        return float(kl / max(base, 1e-12))
+
+    if figures.get("hold_back_tokens"):
+        return growth("mapped") / max(growth("none"), 1e-12)
+    return growth("mapped")
 
 
 def tasks_failure(figures: dict[str, Any], limits: Thresholds) -> str:

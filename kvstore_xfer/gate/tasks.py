@@ -119,15 +119,12 @@ def run_tasks(
     for number, item in enumerate(items):
         other = _other_context(items, number)
         own, given = target.capture(item.context), source.capture(item.context)
-        cut = len(item.context) - hold_back
         mapped, wrong = (
-            converted(converter, page.cut(0, end), target.description)
-            for page, end in (
-                (given, cut),
-                (source.capture(other.context), len(other.context) - hold_back),
-            )
+            converted(converter, page.cut(0, page.shape.tokens - hold_back), target.description)
+            for page in (given, source.capture(other.context))
         )
-        held = replace(item, question=(*item.context[cut:], *item.question))
+        ends = len(item.context) - hold_back
+        held = replace(item, question=(*item.context[ends:], *item.question))
         arms: dict[str, tuple[Runner, KvPage | None, TaskItem]] = {
             "native": (target, own, item),
             "mapped": (target, mapped, held),
